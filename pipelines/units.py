@@ -1,0 +1,137 @@
+"""Runs a plan's units of work through Ray Data: skips the committed ones, retries lost ones, shows progress.
+
+Ray carries one small JSON row per unit to a worker and one back. The work itself reads and writes storage
+and commits its own record, so that a lost driver, host or duplicate attempt loses and doubles nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from pipelines.cluster import available_cpus
+from pipelines.progress import track
+from pipelines.stage import StageContext
+from scone import errors
+from scone.artifacts import ArtifactBuilder, UnitRecord, commit_unit
+from scone.errors import ClusterError, SconeError
+from scone.storage import Folder
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A piece of a stage's work. `spec` is plain JSON; `size` is what progress counts (tokens, rows, bytes)."""
+
+    id: str
+    spec: dict[str, Any]
+    size: float = 1.0
+
+
+class UnitWork(Protocol):
+    """Does one unit: writes its files into `folder` and returns the record, which the caller commits."""
+
+    def __call__(self, folder: Folder, unit: Unit) -> UnitRecord: ...
+
+
+def run_units(
+    builder: ArtifactBuilder,
+    group: str,
+    units: Sequence[Unit],
+    work: UnitWork | type,
+    context: StageContext,
+    *,
+    size_unit: str,
+    num_cpus: float = 1.0,
+    memory_bytes: int = 0,
+    actor_arguments: dict[str, Any] | None = None,
+) -> list[UnitRecord]:
+    """Records of all `units`, in their order; only those not yet committed are run.
+
+    Args:
+        work: A picklable callable, or, with `actor_arguments`, a class whose instances are one. The instances
+            live in actors, so that what they load (a model) is loaded once.
+
+    Raises:
+        SconeError: Whatever the work raised on purpose.
+        ClusterError: Ray failed for a reason outside the work.
+    """
+    records = builder.committed_units(group)
+    todo = [unit for unit in units if unit.id not in records]
+    done_before = sum(unit.size for unit in units if unit.id in records)
+    if done_before:
+        logger.info("%s: %d of %d units are already committed", group, len(units) - len(todo), len(units))
+    sizes = {unit.id: unit.size for unit in todo}
+    with track(f"{builder.kind}: {group}", sum(unit.size for unit in units), size_unit, context.show_progress) as progress:
+        progress.resume_at(done_before)
+        if todo:
+            for record in _dispatch(builder.folder, group, todo, work, context, num_cpus, memory_bytes, actor_arguments):
+                records[record.unit] = record
+                progress.advance(sizes[record.unit], f"{len(records)}/{len(units)} units")
+    return [records[unit.id] for unit in units]
+
+
+def _dispatch(folder, group, todo, work, context, num_cpus, memory_bytes, actor_arguments):  # type: ignore[no-untyped-def]
+    import ray.data
+    from ray.exceptions import RayError
+
+    data_context = ray.data.DataContext.get_current()
+    data_context.enable_progress_bars = False
+    data_context.execution_no_progress_timeout_s = -1  # a long unit is not a hang
+    data_context.print_on_execution_start = False
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+
+    limit = min(context.cluster.max_parallel_units or available_cpus(), len(todo))
+    rows = [{"id": unit.id, "spec": json.dumps(unit.spec), "size": unit.size} for unit in todo]
+    resources: dict[str, Any] = {"num_cpus": num_cpus}
+    if memory_bytes:
+        resources["memory"] = memory_bytes
+    if actor_arguments is None:
+        function: Any = partial(_run_row, folder.uri, group, work)
+        resources["compute"] = ray.data.TaskPoolStrategy(size=limit)
+    else:
+        function = _UnitActor
+        resources["compute"] = ray.data.ActorPoolStrategy(size=max(1, min(limit, int(available_cpus() / max(num_cpus, 1e-9)))))
+        resources["fn_constructor_args"] = (folder.uri, group, work, actor_arguments)
+    dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
+        function, batch_size=1, batch_format="numpy", **resources
+    )
+    try:
+        for batch in dataset.iter_batches(batch_size=1, batch_format="numpy", prefetch_batches=0):
+            result = json.loads(str(batch["result"][0]))
+            if "error" in result:
+                raise getattr(errors, result["error"])(result["message"])
+            yield UnitRecord.from_dict(result)
+    except RayError as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise ClusterError(
+            f"a unit of {group} failed: {lines[0] if lines else error!r}; its log is above, run again to resume"
+        ) from error
+
+
+def _run_row(folder_uri: str, group: str, work: Callable[[Folder, Unit], UnitRecord], batch: Any) -> dict[str, list[str]]:
+    """One unit in a worker. The project's own errors travel back as rows: Ray's wrappers lose their type."""
+    unit = Unit(str(batch["id"][0]), json.loads(str(batch["spec"][0])), float(batch["size"][0]))
+    folder = Folder(folder_uri)
+    try:
+        record = work(folder, unit)
+        commit_unit(folder, group, record)
+        result = record.to_dict()
+    except SconeError as error:
+        result = {"error": type(error).__name__, "message": str(error)}
+    return {"result": [json.dumps(result)]}
+
+
+class _UnitActor:
+    def __init__(self, folder_uri: str, group: str, work_class: type, arguments: dict[str, Any]) -> None:
+        self.folder_uri, self.group = folder_uri, group
+        self.work = work_class(**arguments)
+
+    def __call__(self, batch: Any) -> dict[str, list[str]]:
+        return _run_row(self.folder_uri, self.group, self.work, batch)
+
