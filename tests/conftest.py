@@ -1,0 +1,15 @@
+"""Every test gets the marker of its folder."""
+
+from pathlib import Path
+
+import pytest
+
+_TIERS = ("unit", "pipelines", "storage", "infra")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    root = Path(__file__).parent
+    for item in items:
+        tier = item.path.relative_to(root).parts[0]
+        if tier in _TIERS:
+            item.add_marker(getattr(pytest.mark, tier))
