@@ -7,6 +7,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -77,22 +78,21 @@ def track(label: str, total: float, unit: str, show: bool = True) -> Iterator[Pr
         progress.close()
 
 
-def _terminal_bar(label, total, unit):  # type: ignore[no-untyped-def]
+def _terminal_bar(label: str, total: float, unit: str) -> Any:
     from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as RichProgress
+    from rich.text import Text
 
-    class RateColumn(TextColumn):
-        def render(self, task):  # type: ignore[no-untyped-def]
-            self.text_format = f"{format_count(task.completed)}/{format_count(task.total)} {unit}" + (
-                f"  {format_count(task.speed)} {unit}/s" if task.speed else ""
-            )
-            return super().render(task)
+    class RateColumn(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            done = f"{format_count(task.completed)}/{format_count(task.total or 0)} {unit}"
+            return Text(f"{done}  {format_count(task.speed)} {unit}/s" if task.speed else done)
 
     bar = RichProgress(
         TextColumn("{task.description}"),
         BarColumn(),
-        RateColumn(""),
+        RateColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
         console=Console(stderr=True),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from pipelines.cluster import available_cpus
 from pipelines.progress import track
 from pipelines.stage import StageContext
 from scone import errors
-from scone.artifacts import ArtifactBuilder, UnitRecord, commit_unit
+from scone.artifacts import WORK, ArtifactBuilder, UnitRecord, commit_unit
 from scone.errors import ClusterError, SconeError
 from scone.storage import Folder
 
@@ -67,37 +67,55 @@ def run_units(
     if done_before:
         logger.info("%s: %d of %d units are already committed", group, len(units) - len(todo), len(units))
     sizes = {unit.id: unit.size for unit in todo}
-    with track(f"{builder.kind}: {group}", sum(unit.size for unit in units), size_unit, context.show_progress) as progress:
+    total = sum(unit.size for unit in units)
+    builder.folder.write_json(
+        f"{WORK}/groups/{group}.json", {"units": len(units), "size": total, "size_unit": size_unit}
+    )
+    with track(f"{builder.kind}: {group}", total, size_unit, context.show_progress) as progress:
         progress.resume_at(done_before)
         if todo:
-            for record in _dispatch(builder.folder, group, todo, work, context, num_cpus, memory_bytes, actor_arguments):
+            needs = _Needs(num_cpus, memory_bytes, actor_arguments)
+            for record in _dispatch(builder.folder, group, todo, work, context, needs):
                 records[record.unit] = record
                 progress.advance(sizes[record.unit], f"{len(records)}/{len(units)} units")
     return [records[unit.id] for unit in units]
 
 
-def _dispatch(folder, group, todo, work, context, num_cpus, memory_bytes, actor_arguments):  # type: ignore[no-untyped-def]
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """What one unit needs of a worker."""
+
+    num_cpus: float
+    memory_bytes: int
+    actor_arguments: dict[str, Any] | None
+
+
+def _dispatch(
+    folder: Folder, group: str, todo: list[Unit], work: UnitWork | type, context: StageContext, needs: _Needs
+) -> Iterator[UnitRecord]:
     import ray.data
     from ray.exceptions import RayError
 
     data_context = ray.data.DataContext.get_current()
     data_context.enable_progress_bars = False
-    data_context.execution_no_progress_timeout_s = -1  # a long unit is not a hang
     data_context.print_on_execution_start = False
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    data_context.execution_no_progress_timeout_s = -1  # a long unit is not a hang
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
 
     limit = min(context.cluster.max_parallel_units or available_cpus(), len(todo))
     rows = [{"id": unit.id, "spec": json.dumps(unit.spec), "size": unit.size} for unit in todo]
-    resources: dict[str, Any] = {"num_cpus": num_cpus}
-    if memory_bytes:
-        resources["memory"] = memory_bytes
-    if actor_arguments is None:
-        function: Any = partial(_run_row, folder.uri, group, work)
+    resources: dict[str, Any] = {"num_cpus": needs.num_cpus}
+    if needs.memory_bytes:
+        resources["memory"] = needs.memory_bytes
+    function: Any
+    if needs.actor_arguments is None:
+        function = partial(_run_row, folder.uri, group, work)
         resources["compute"] = ray.data.TaskPoolStrategy(size=limit)
     else:
         function = _UnitActor
-        resources["compute"] = ray.data.ActorPoolStrategy(size=max(1, min(limit, int(available_cpus() / max(num_cpus, 1e-9)))))
-        resources["fn_constructor_args"] = (folder.uri, group, work, actor_arguments)
+        actors = min(limit, int(available_cpus() / max(needs.num_cpus, 1e-9)))
+        resources["compute"] = ray.data.ActorPoolStrategy(size=max(1, actors))
+        resources["fn_constructor_args"] = (folder.uri, group, work, needs.actor_arguments)
     dataset = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
         function, batch_size=1, batch_format="numpy", **resources
     )
@@ -114,7 +132,9 @@ def _dispatch(folder, group, todo, work, context, num_cpus, memory_bytes, actor_
         ) from error
 
 
-def _run_row(folder_uri: str, group: str, work: Callable[[Folder, Unit], UnitRecord], batch: Any) -> dict[str, list[str]]:
+def _run_row(
+    folder_uri: str, group: str, work: Callable[[Folder, Unit], UnitRecord], batch: Any
+) -> dict[str, list[str]]:
     """One unit in a worker. The project's own errors travel back as rows: Ray's wrappers lose their type."""
     unit = Unit(str(batch["id"][0]), json.loads(str(batch["spec"][0])), float(batch["size"][0]))
     folder = Folder(folder_uri)
@@ -134,4 +154,3 @@ class _UnitActor:
 
     def __call__(self, batch: Any) -> dict[str, list[str]]:
         return _run_row(self.folder_uri, self.group, self.work, batch)
-

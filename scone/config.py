@@ -48,7 +48,7 @@ def apply_overrides(settings: Mapping[str, Any], overrides: Iterable[str]) -> di
         key, separator, text = override.partition("=")
         path = key.strip().split(".")
         if not separator or not all(path):
-            raise ConfigError(f'--set {override}: expected section.key=value, as in --set count.num_fgrams=100000')
+            raise ConfigError(f"--set {override}: expected section.key=value, as in --set count.num_fgrams=100000")
         section = result
         for depth, name in enumerate(path[:-1]):
             section = section.setdefault(name, {})

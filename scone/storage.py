@@ -105,7 +105,9 @@ class Folder:
         try:
             return json.loads(content)
         except ValueError as error:
-            raise CorruptArtifactError(f"{self.locate(path)} is not valid JSON ({error}); restore or rebuild it") from error
+            raise CorruptArtifactError(
+                f"{self.locate(path)} is not valid JSON ({error}); restore or rebuild it"
+            ) from error
 
     @contextlib.contextmanager
     def open_read(self, path: str) -> Iterator[IO[bytes]]:
@@ -318,7 +320,9 @@ def _is_precondition_failure(error: OSError) -> bool:
 
 
 def _missing(where: str) -> str:
-    return f"{where} is missing although its manifest names it; restore it, or delete the folder and run its stage again"
+    return (
+        f"{where} is missing although its manifest names it; restore it, or delete the folder and run its stage again"
+    )
 
 
 def _altered(where: str, found: str, expected: str) -> str:

@@ -1,0 +1,134 @@
+"""`scone doctor`: is this installation fit to run, and where it is not, what to do."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from pipelines.progress import format_bytes
+from scone.version import VERSION
+
+_LIBRARIES = ("ray", "torch", "transformers", "tokenizers", "pyarrow", "numba", "mlflow", "s3fs")
+_OWN_PACKAGES = ("scone", "pipelines")
+_MIN_MEMORY_BYTES, _MIN_DISK_BYTES, _MIN_SHARED_BYTES = 4 << 30, 5 << 30, 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at; `advice` is empty where all is well."""
+
+    name: str
+    state: Literal["good", "note", "bad"]
+    found: str
+    advice: str = ""
+
+    def to_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def examine() -> list[Check]:
+    """All checks, in the order in which they are worth reading."""
+    checks: list[Callable[[], list[Check]]] = [_python, _own_packages, _libraries, _machine, _disk, _tracking]
+    return [check for group in checks for check in group()]
+
+
+def check_one_place() -> None:
+    """Raise ClusterError unless all of the project's packages come from one folder.
+
+    `pipelines` and `serve` are common names: another package of that name on the path must not be run.
+    """
+    from scone.errors import ClusterError
+
+    places = _own_places()
+    if len(set(places.values())) > 1:
+        listed = ", ".join(f"{name} from {place}" for name, place in places.items())
+        raise ClusterError(f"the project's packages come from different places: {listed}; reinstall, or fix PYTHONPATH")
+
+
+def _python() -> list[Check]:
+    fits = sys.version_info >= (3, 11)
+    advice = "" if fits else "use Python 3.11 or newer"
+    return [Check("Python", "good" if fits else "bad", platform.python_version(), advice)]
+
+
+def _own_packages() -> list[Check]:
+    places = _own_places()
+    if len(set(places.values())) == 1:
+        return [Check("scone", "good", f"{VERSION} from {next(iter(places.values()))}")]
+    listed = ", ".join(f"{name}: {place}" for name, place in places.items())
+    return [Check("scone", "bad", listed, "reinstall, or fix PYTHONPATH: the packages must come from one place")]
+
+
+def _own_places() -> dict[str, str]:
+    places = {}
+    for name in _OWN_PACKAGES:
+        module = importlib.import_module(name)
+        places[name] = str(Path(str(module.__file__)).resolve().parent.parent)
+    return places
+
+
+def _libraries() -> list[Check]:
+    required = {_name_of(text): text for text in importlib.metadata.requires("scone") or [] if "extra ==" not in text}
+    checks = []
+    for name in _LIBRARIES:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            checks.append(Check(name, "bad", "not installed", f"pip install '{required.get(name, name)}'"))
+            continue
+        fits = _satisfies(version, required.get(name, ""))
+        advice = "" if fits else f"this version of scone wants {required[name]}"
+        checks.append(Check(name, "good" if fits else "bad", version, advice))
+    return checks
+
+
+def _satisfies(version: str, requirement: str) -> bool:
+    from packaging.requirements import Requirement
+
+    return not requirement or Requirement(requirement).specifier.contains(version, prereleases=True)
+
+
+def _name_of(requirement: str) -> str:
+    from packaging.requirements import Requirement
+
+    return Requirement(requirement).name
+
+
+def _machine() -> list[Check]:
+    import psutil
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = psutil.virtual_memory()
+    checks = [Check("cores", "good", str(cores))]
+    low = memory.available < _MIN_MEMORY_BYTES
+    advice = "close other programs, or use smaller settings" if low else ""
+    found = f"{format_bytes(memory.available)} free of {format_bytes(memory.total)}"
+    checks.append(Check("memory", "note" if low else "good", found, advice))
+    return checks
+
+
+def _disk() -> list[Check]:
+    checks = [_space("disk here", os.getcwd(), _MIN_DISK_BYTES)]
+    if os.path.isdir("/dev/shm"):
+        checks.append(_space("shared memory", "/dev/shm", _MIN_SHARED_BYTES))
+    return checks
+
+
+def _space(name: str, path: str, wanted_bytes: int) -> Check:
+    usage = shutil.disk_usage(path)
+    low = usage.free < wanted_bytes
+    advice = f"free at least {format_bytes(wanted_bytes)}" if low else ""
+    return Check(name, "note" if low else "good", f"{format_bytes(usage.free)} free at {path}", advice)
+
+
+def _tracking() -> list[Check]:
+    uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+    return [Check("MLflow", "good", uri or "SQLite in each run's folder (MLFLOW_TRACKING_URI is not set)")]
