@@ -227,7 +227,8 @@ _NUM_ROUNDS = 8
 
 def _round_keys(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
     state: npt.NDArray[np.uint64] = _mix(np.array([seed & (2**64 - 1)], dtype=np.uint64)) + np.uint64(epoch)
-    return _mix(_mix(state) + np.arange(1, _NUM_ROUNDS + 1, dtype=np.uint64))
+    rounds: npt.NDArray[np.uint64] = np.arange(1, _NUM_ROUNDS + 1, dtype=np.uint64)
+    return _mix(_mix(state) + rounds)
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
