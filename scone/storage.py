@@ -94,6 +94,13 @@ class Folder:
         relative = (name[len(root) :].lstrip("/") for name in found)
         return sorted(name for name in relative if not name.rpartition("/")[2].startswith(_TEMPORARY_PREFIX))
 
+    def file_sizes(self) -> dict[str, int]:
+        """Bytes of all files below, by relative path in order; where the URI is a file itself, its own under ""."""
+        with self._errors("list", ""):
+            root = self._filesystem()._strip_protocol(self.uri)
+            found = self._filesystem().find(self.uri, detail=True)
+        return {name[len(root) :].lstrip("/"): int(found[name]["size"]) for name in sorted(found)}
+
     def read_bytes(self, path: str, start: int | None = None, stop: int | None = None) -> bytes:
         """The bytes of a file, or of its half-open range [start, stop)."""
         with self._errors("read", path):
