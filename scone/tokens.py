@@ -163,10 +163,10 @@ def write_documents(folder: Folder, path: str, documents: Documents) -> FileEntr
     return FileEntry(entry.path, entry.num_bytes, entry.xxh3_128, documents.num_documents)
 
 
-def concatenate_documents(pieces: Sequence[Sequence[int]]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
+def concatenate_documents(pieces: Sequence[npt.ArrayLike]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
     """Token ids of all pieces in a row [N] and the offsets of each [D + 1]."""
     offsets = np.zeros(len(pieces) + 1, dtype=np.int64)
-    np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
+    np.cumsum([np.size(piece) for piece in pieces], out=offsets[1:])
     token_ids = np.empty(int(offsets[-1]), dtype=np.uint32)
     for piece, start, stop in zip(pieces, offsets[:-1], offsets[1:], strict=True):
         token_ids[start:stop] = piece

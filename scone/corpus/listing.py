@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
@@ -179,10 +180,7 @@ def _split(part: Part, unit_bytes: int) -> list[Part]:
         return _split_row_groups(part, unit_bytes)
     if part.format == "jsonl" and not part.location.lower().endswith(COMPRESSIONS):
         bounds = [*range(0, part.num_bytes, unit_bytes), part.num_bytes]
-        return [
-            replace(part, start=start, stop=stop, num_bytes=stop - start)
-            for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
-        ]
+        return [replace(part, start=start, stop=stop, num_bytes=stop - start) for start, stop in pairwise(bounds)]
     return [part]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import csv
 import difflib
 import functools
 import gc
@@ -34,10 +35,9 @@ STDLIB = "stdlib"
 
 _MIN_CHARACTERS = 80  # shorter docstrings say little more than the name they stand under
 _OWN_PACKAGE = "scone"  # its README changes with every commit
-_PASSED_OVER = frozenset(
-    "test tests testing_data __pycache__ site-packages dist-packages idlelib lib2to3 vendor vendored _vendor "
-    "third_party thirdparty thirdparty_files".split()
-)
+_TESTS = {"test", "tests", "__pycache__", "site-packages", "dist-packages", "idlelib", "lib2to3"}
+_COPIES = {"vendor", "vendored", "_vendor", "third_party", "thirdparty", "thirdparty_files"}
+_PASSED_OVER = frozenset(_TESTS | _COPIES)
 _README = re.compile(r"readme(\.(md|rst|txt))?", re.IGNORECASE)
 
 
@@ -119,19 +119,22 @@ def _packages() -> dict[str, _Package]:
         with contextlib.suppress(Exception):  # half-removed distributions have no readable metadata
             distributions.setdefault(_normalize(distribution.metadata["Name"]), distribution)
     packages = {STDLIB: _standard_library()}
-    claimed: set[Path] = set()
+    claimed: set[str] = set()
     for name in sorted(distributions):
         if name in (_OWN_PACKAGE, STDLIB):
             continue
-        root = Path(str(distributions[name].locate_file(""))).resolve()
-        files = []
-        for file in sorted(distributions[name].files or [], key=str):
-            path = root / file
-            if _is_read(Path(file)) and path not in claimed and path.is_file():
-                claimed.add(path)
-                files.append((file.as_posix(), path.stat().st_size))
-        packages[name] = _Package(name, distributions[name].version, root, tuple(files))
+        root = str(distributions[name].locate_file(""))
+        files = [row for row in _recorded_files(distributions[name]) if f"{root}/{row[0]}" not in claimed]
+        claimed.update(f"{root}/{path}" for path, _ in files)
+        packages[name] = _Package(name, distributions[name].version, Path(root), tuple(files))
     return packages
+
+
+def _recorded_files(distribution: importlib.metadata.Distribution) -> list[tuple[str, int]]:
+    """Path and size of the files to read, from the list that the installer wrote; none for editable installs."""
+    lines = (distribution.read_text("RECORD") or "").splitlines()
+    rows = csv.reader(line for line in lines if ".py," in line or "readme" in line.lower())
+    return sorted((row[0], int(row[2] or 0)) for row in rows if len(row) == 3 and _is_read(row[0]))
 
 
 def _standard_library() -> _Package:
@@ -141,15 +144,17 @@ def _standard_library() -> _Package:
         subfolders[:] = sorted(name for name in subfolders if name not in _PASSED_OVER)
         for name in names:
             path = Path(folder, name)
-            if _is_read(path.relative_to(root)) and path.is_file():
-                files.append((path.relative_to(root).as_posix(), path.stat().st_size))
+            relative = path.relative_to(root).as_posix()
+            if _is_read(relative) and path.is_file():
+                files.append((relative, path.stat().st_size))
     return _Package(STDLIB, platform.python_version(), root, tuple(sorted(files)))
 
 
-def _is_read(path: Path) -> bool:
-    if ".." in path.parts or not _PASSED_OVER.isdisjoint(path.parts[:-1]):
+def _is_read(path: str) -> bool:
+    *folders, name = path.split("/")
+    if ".." in folders or not _PASSED_OVER.isdisjoint(folders):
         return False
-    return path.suffix == ".py" or bool(_README.fullmatch(path.name))
+    return name.endswith(".py") or bool(_README.fullmatch(name))
 
 
 def _descriptions(package: _Package) -> Iterator[Document]:
@@ -161,8 +166,7 @@ def _descriptions(package: _Package) -> Iterator[Document]:
             for topic in sorted(topics):
                 yield Document(f"help:{topic}", STDLIB, STDLIB, topics[topic].strip())
         return
-    metadata = importlib.metadata.metadata(package.name)
-    text = str(metadata.get_payload() or metadata["Description"] or "").strip()
+    text = str(importlib.metadata.metadata(package.name).json.get("description", "")).strip()
     if len(text) >= _MIN_CHARACTERS and _is_unicode(text):
         yield Document("METADATA", package.name, package.name, text)
 

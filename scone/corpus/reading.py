@@ -61,7 +61,9 @@ def _read_parquet(file: IO[bytes], part: Part, settings: ReadSettings) -> Iterat
 def _check_columns(part: Part, settings: ReadSettings, schema: pa.Schema) -> None:
     for setting, column in (("text_column", settings.text_column), ("group_column", settings.group_column)):
         if column and column not in schema.names:
-            raise CorpusError(f"{part.source} has no column {column!r}; {_columns_found(schema.names, column, setting)}")
+            raise CorpusError(
+                f"{part.source} has no column {column!r}; {_columns_found(schema.names, column, setting)}"
+            )
     kind = schema.field(settings.text_column).type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
         raise CorpusError(
