@@ -56,13 +56,7 @@ def connect(config: ClusterConfig) -> Iterator[None]:
         if address:
             ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
         else:
-            ray.init(
-                num_cpus=config.num_cpus or None,
-                object_store_memory=config.object_store_memory_bytes or None,
-                include_dashboard=False,
-                log_to_driver=True,
-                logging_level=logging.WARNING,
-            )
+            _start_local_ray(config)
     except Exception as error:
         target = address or "a local Ray"
         raise ClusterError(f"cannot connect to {target}: {error}; check --ray-address and RAY_AUTH_TOKEN") from error
@@ -77,6 +71,28 @@ def available_cpus() -> int:
     import ray
 
     return max(1, int(ray.cluster_resources().get("CPU", 1)))
+
+
+def _start_local_ray(config: ClusterConfig) -> None:
+    """Ray gives its processes 30 s to appear, too little on a small busy machine: try once more."""
+    import ray
+
+    for attempt in range(2):
+        try:
+            ray.init(
+                num_cpus=config.num_cpus or None,
+                object_store_memory=config.object_store_memory_bytes or None,
+                include_dashboard=False,
+                log_to_driver=True,
+                logging_level=logging.WARNING,
+            )
+        except Exception as error:
+            ray.shutdown()
+            if attempt:
+                raise
+            logger.warning("local Ray did not start (%s); trying once more", str(error).splitlines()[0])
+        else:
+            return
 
 
 def _prepare_environment(is_local: bool) -> None:

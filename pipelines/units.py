@@ -143,14 +143,26 @@ def _run_row(
         commit_unit(folder, group, record)
         result = record.to_dict()
     except SconeError as error:
-        result = {"error": type(error).__name__, "message": str(error)}
+        result = _error_row(error)
     return {"result": [json.dumps(result)]}
 
 
 class _UnitActor:
+    """Work that is set up once per actor. What its set-up raises is answered to every unit it gets."""
+
     def __init__(self, folder_uri: str, group: str, work_class: type, arguments: dict[str, Any]) -> None:
         self.folder_uri, self.group = folder_uri, group
-        self.work = work_class(**arguments)
+        self.failure: SconeError | None = None
+        try:
+            self.work = work_class(**arguments)
+        except SconeError as error:
+            self.failure = error
 
     def __call__(self, batch: Any) -> dict[str, list[str]]:
+        if self.failure is not None:
+            return {"result": [json.dumps(_error_row(self.failure))]}
         return _run_row(self.folder_uri, self.group, self.work, batch)
+
+
+def _error_row(error: SconeError) -> dict[str, str]:
+    return {"error": type(error).__name__, "message": str(error)}
