@@ -169,7 +169,8 @@ def _make_sort(num_words: int, num_columns: int) -> Any:
         """One stable pass of a radix sort; False, and nothing moved, if all rows have the same digit."""
         mask = (U(1) << U(digit_bits)) - U(1)
         size = len(source)
-        ends[: (1 << digit_bits) + 1] = 0
+        for value in range((1 << digit_bits) + 1):
+            ends[value] = 0
         for i in range(size):
             ends[np.int64((source[i, word] >> U(shift)) & mask) + 1] += 1
         if ends[np.int64((source[0, word] >> U(shift)) & mask) + 1] == size:
@@ -202,7 +203,9 @@ def _make_sort(num_words: int, num_columns: int) -> Any:
                         source, target = target, source
                         is_in_scratch = not is_in_scratch
             if is_in_scratch:
-                rows[start:stop] = scratch[: stop - start]
+                for i in range(stop - start):
+                    for column in range(num_columns):
+                        rows[start + i, column] = scratch[i, column]
 
     return sort_slices
 
@@ -310,8 +313,9 @@ def _make_walk(num_words: int) -> Any:
         out, total = 0, np.int64(0)
         for part in range(len(starts) - 1):
             start, stop = starts[part], starts[part + 1]
-            run_row[:] = start
-            run_total[:] = total
+            for n in range(max_length + 1):
+                run_row[n] = start
+                run_total[n] = total
             for i in range(start, stop):
                 total += np.int64(rows[i, num_words])
                 shared = shared_tokens(rows, i + 1, token_bits, max_length) if i + 1 < stop else 0
