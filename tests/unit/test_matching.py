@@ -187,6 +187,14 @@ def test_what_is_no_ranking_of_fgrams_is_refused(ranking: list[Ngram], message: 
         build(ranking, 3, 10)
 
 
+def test_an_entry_that_strays_too_far_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Real tables leave room for a distance of 4,095; this one for none.
+    monkeypatch.setattr("scone.matching._MIN_DISTANCE_BITS", 1)
+    bigrams = [(1 + i, 2 + i) for i in range(60)]
+    with pytest.raises(ValueError, match=r"f-gram \[\d+, \d+\] of rank \d+ finds no place near its own"):
+        build(bigrams, 2, 1 << 18)
+
+
 def test_announced_and_given_numbers_of_fgrams_must_agree() -> None:
     rows = rows_of([(1, 1)], 2)
     shape = {"max_fgram_length": 2, "token_vocab_size": 4, "special_ids": []}
