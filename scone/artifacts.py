@@ -164,9 +164,7 @@ class ArtifactBuilder:
         self.config = dict(config)
         self.inputs = {name: manifest.fingerprint for name, manifest in inputs.items()}
         self.tokenizer_fingerprint = tokenizer_fingerprint
-        self.fingerprint = fingerprint(
-            {"kind": kind, "format": format, "config": self.config, "inputs": self.inputs}
-        )
+        self.fingerprint = fingerprint({"kind": kind, "format": format, "config": self.config, "inputs": self.inputs})
 
     def finished(self) -> Manifest | None:
         """The manifest, if this very artifact is complete.
