@@ -13,7 +13,7 @@ from scone.models.trie_attention import TRIE_ATTENTION, register_trie_attention
 from scone.trie import Trie, trie_of_fgrams
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 RESIDUAL_INITS = ("zero", "normal")
 
@@ -56,15 +56,17 @@ class FGramModel(nn.Module):
         self.output_projection = _projection(backbone_width, width)
         self.output_scale = nn.Parameter(torch.empty(width))
         self._initial_scale = output_scale
-        self.reset_parameters()
-        if residual_init == "zero":
-            _zero_block_outputs(self.backbone)
+        self._zero_modules = _block_output_modules(self.backbone) if residual_init == "zero" else []
         if not output_norm:
             _remove_final_norm(self.backbone)
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise what is not the decoder's: the projections, which keep the scale, and the output scale."""
+        """Initialise what the decoder does not: projections that keep the scale, the output scale, zero blocks."""
         nn.init.constant_(self.output_scale, self._initial_scale)
+        for name in self._zero_modules:
+            for parameter in self.backbone.get_submodule(name).parameters():
+                nn.init.zeros_(parameter)
         for projection in (self.input_projection, self.output_projection):
             if isinstance(projection, nn.Linear):
                 nn.init.normal_(projection.weight, std=projection.in_features**-0.5)
@@ -147,31 +149,35 @@ def _without_vocabulary(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def _zero_block_outputs(backbone: nn.Module) -> None:
-    """Zero what each block adds to the residual stream: its output matrices, or the norms after them."""
+def _block_output_modules(backbone: PreTrainedModel) -> list[str]:
+    """Names of the modules that, with all their parameters zero, make every block the identity."""
     modules = dict(backbone.named_modules())
-    has_output_norms = any(name.endswith(_BLOCK_OUTPUT_NORMS[1]) for name in modules)
+    norms = [name for name in modules if name.endswith(_BLOCK_OUTPUT_NORMS)]
     # Behind an output norm a zero matrix would meet division by the norm of zero: zero the norm's weight instead.
-    names = _BLOCK_OUTPUT_NORMS if has_output_norms else _BLOCK_OUTPUTS
-    blocks = [module for name, module in modules.items() if name.rpartition(".")[2] in names]
-    num_layers = backbone.config.num_hidden_layers  # type: ignore[union-attr]
-    if len(blocks) < 2 * num_layers:  # type: ignore[operator]
+    has_output_norms = any(name.endswith(_BLOCK_OUTPUT_NORMS[1]) for name in norms)
+    names = norms if has_output_norms else [name for name in modules if name.rpartition(".")[2] in _BLOCK_OUTPUTS]
+    if len(names) < 2 * backbone.config.num_hidden_layers:
         raise ConfigError(
-            f"fgram_model: residual_init zero needs the output layers of both halves of each block, but of "
-            f"{type(backbone).__name__} only {len(blocks)} are known; use residual_init normal"
+            "fgram_model: residual_init zero needs the output layers of both halves of each block, but of "
+            f"{type(backbone).__name__} only {len(names)} are known; use residual_init normal"
         )
-    with torch.no_grad():
-        for block in blocks:
-            for parameter in block.parameters():
-                parameter.zero_()
-            if has_output_norms and not parameter.is_meta and block(parameter.new_ones(1, parameter.shape[0])).any():
-                raise ConfigError(
-                    f"fgram_model: residual_init zero cannot start {type(backbone).__name__} as the identity: its "
-                    "output norms do not vanish with their weight; use residual_init normal"
-                )
+    if has_output_norms and not _vanishes(modules[names[0]]):
+        raise ConfigError(
+            f"fgram_model: residual_init zero cannot start {type(backbone).__name__} as the identity: its output "
+            "norms do not vanish with their weight; use residual_init normal"
+        )
+    return names
 
 
-def _remove_final_norm(backbone: nn.Module) -> None:
+def _vanishes(norm: nn.Module) -> bool:
+    """Whether a norm gives zeros when its weight is zero; some multiply by 1 + weight."""
+    weight = norm.get_parameter("weight")
+    state = {"weight": torch.zeros(weight.shape)}
+    output: Tensor = torch.func.functional_call(norm, state, (torch.ones(1, *weight.shape),))
+    return not bool(output.any())
+
+
+def _remove_final_norm(backbone: PreTrainedModel) -> None:
     for name in _FINAL_NORMS:
         if isinstance(getattr(backbone, name, None), nn.Module):
             setattr(backbone, name, nn.Identity())

@@ -86,9 +86,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             probabilities.div_(norm).scatter_add_(1, wanted, torch.full_like(of_target, -1.0))
             grad_logits = probabilities.to(weight.dtype)
             torch.mm(grad_logits, weight, out=grad_hidden[start : start + rows])
-            grad_weight += torch.mm(grad_logits.T, states) if weight.dtype != torch.float32 else 0
             if weight.dtype == torch.float32:
                 grad_weight.addmm_(grad_logits.T, states)
+            else:
+                grad_weight += torch.mm(grad_logits.T, states)
             if grad_bias is not None:
                 grad_bias += probabilities.sum(0)
         if grad_hidden is not None and grad_weight is not None:
