@@ -244,7 +244,7 @@ def _complete(folder: Folder, deciding: dict[str, Any], config: TokenizeConfig) 
     if manifest.kind != TOKENS_KIND or {**deciding, _LISTING: ""} != {**manifest.config, _LISTING: ""}:
         return None
     try:
-        is_same = _listing_digest(list_parts(config.corpus)) == manifest.config[_LISTING]
+        is_same = _listing_digest(list_parts(config.corpus)) == manifest.config.get(_LISTING)
     except (CorpusError, StoreError, ConfigError):
         is_same = False
     if not is_same:

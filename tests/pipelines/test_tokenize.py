@@ -18,8 +18,12 @@ import pytest
 from pipelines.cluster import ClusterConfig
 from pipelines.stage import StageContext
 from pipelines.tokenize import TokenizeConfig, plan, run
+from pipelines.tokenize_units import DECISIONS, SAMPLES, SIDE_TRAIN, ScanWork, TokenizeWork, read_scan
+from pipelines.units import Unit
 from scone.artifacts import Manifest, verify_files
 from scone.config import build_config
+from scone.corpus import ReadSettings, list_parts
+from scone.corpus.split import TRAIN
 from scone.errors import ConfigError, CorpusError, IncompatibleArtifactError
 from scone.storage import Folder
 from scone.tokenizer import TokenizerFile, train_tokenizer
@@ -266,6 +270,37 @@ def test_tokenizer_that_cannot_be_used_leaves_nothing_behind(corpus: Path, tmp_p
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_config(TokenizeConfig, settings, "tokenize")
+
+
+@pytest.mark.parametrize("lines", [["a", "b", "c", "more"], ["a", "b"], ["a", "x", "c"]])
+def test_corpus_that_changes_between_the_passes_is_an_error(tmp_path: Path, lines: list[str]) -> None:
+    path, folder = tmp_path / "a.txt", Folder(tmp_path / "tokens")
+    path.write_text("a|b|c")
+    parts = [part.to_dict() for part in list_parts([str(path)])]
+    settings = ReadSettings(text_separator="|")
+    ScanWork(settings, 0.1, (), 0)(folder, Unit("00000", {"parts": parts}))
+    folder.write_bytes(DECISIONS, bytes([TRAIN] * 3))
+    made = train_tokenizer(["a b c"], 300)
+    folder.write_bytes("tokenizer.json", made.content)
+    path.write_text("|".join(lines))
+    work = TokenizeWork(settings, made.fingerprint, made.end_of_text_token)
+    with pytest.raises(CorpusError, match=r"a\.txt has changed since it was scanned"):
+        work(folder, Unit("00000", {"parts": parts, "start": 0, "documents": 3}))
+
+
+def test_sample_for_the_tokenizer_is_bounded_and_fair(tmp_path: Path) -> None:
+    path, folder = tmp_path / "a.txt", Folder(tmp_path / "tokens")
+    texts = [f"{number:04d}" + "x" * 96 for number in range(1000)]
+    path.write_text("|".join(texts))
+    parts = [part.to_dict() for part in list_parts([str(path)])]
+    ScanWork(ReadSettings(text_separator="|"), 0.5, (), 5000)(folder, Unit("00000", {"parts": parts}))
+    scanned = read_scan(folder, "00000")
+    trained = np.flatnonzero(scanned["side"] == SIDE_TRAIN)
+    lowest = sorted(trained[np.argsort(scanned["low"][trained])][:50])
+    with folder.open_read(f"{SAMPLES}/00000.parquet") as file:
+        sample = pq.read_table(file)
+    assert sample["index"].to_pylist() == lowest
+    assert sample["text"].to_pylist() == [texts[index] for index in lowest]
 
 
 _DRIVER = """
