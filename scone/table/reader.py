@@ -104,6 +104,24 @@ class EmbeddingTable:
         else:
             self._lookup_across_shards(ids, out)
 
+    def copy_rows(self, first_row: int, out: NDArray) -> None:
+        """Copy consecutive rows from `first_row` on into `out` [n, width] of `element`, n rows in all.
+
+        Raises:
+            IndexError: A row is outside the table.
+        """
+        if first_row < 0 or first_row + len(out) > self.num_rows:
+            raise IndexError(
+                f"rows {first_row:,} to {first_row + len(out):,} are outside the table's {self.num_rows:,} rows"
+            )
+        done = 0
+        while done < len(out):
+            shard = int(np.searchsorted(self._first_rows, first_row + done, side="right")) - 1
+            start = first_row + done - int(self._first_rows[shard])
+            rows = self._shards[shard][start : start + len(out) - done, : self.width]
+            out[done : done + len(rows)] = rows
+            done += len(rows)
+
     def _lookup_across_shards(self, ids: NDArray[np.int64], out: NDArray) -> None:
         shard_of = np.searchsorted(self._first_rows, ids, side="right") - 1
         if len(self._shards) <= np.iinfo(np.uint16).max:

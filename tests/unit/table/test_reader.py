@@ -95,6 +95,17 @@ def test_out_of_another_type_shape_or_layout_is_refused(folder: Folder, build_ta
         table.lookup(ids, frozen)
 
 
+def test_consecutive_rows_are_copied_over_the_borders_of_shards(folder: Folder, build_table: BuildTable) -> None:
+    build_table((100, 100, 37), width=5)
+    table, out = EmbeddingTable.open(folder), np.empty((150, 5), np.float32)
+    table.copy_rows(80, out)
+    np.testing.assert_array_equal(out, make_rows(80, 150, 5))
+    with pytest.raises(IndexError, match="rows 88 to 238 are outside the table's 237 rows"):
+        table.copy_rows(88, out)
+    with pytest.raises(IndexError, match="rows -1 to 149"):
+        table.copy_rows(-1, out)
+
+
 def test_threads_look_up_at_once_and_never_mix_rows(folder: Folder, build_table: BuildTable) -> None:
     build_table((400, 400, 200), width=5)
     table, oracle, wrong = EmbeddingTable.open(folder), make_rows(0, 1000, 5), []
