@@ -45,7 +45,7 @@ class PackConfig(Config):
     """F-grams to match; the run's own if empty."""
     sequence_length: Annotated[int, Field(ge=2, le=1 << 20)] = 1024
     """L: tokens that the model reads at once. Documents are joined, with end-of-text tokens between them."""
-    shard_tokens: Annotated[int, Field(ge=1, le=1 << 30)] = 16 << 20
+    shard_tokens: Annotated[int, Field(ge=1, le=1 << 30)] = 8 << 20
     """Tokens per file, and so per unit of work."""
 
     def deciding(self) -> dict[str, Any]:
