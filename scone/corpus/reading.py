@@ -20,6 +20,7 @@ from scone.storage import Folder
 _BATCH_ROWS = 1024
 _BOM = b"\xef\xbb\xbf"
 _BLOCK_BYTES = 8 << 20
+_MAX_WHOLE_FILE_BYTES = 1 << 30  # a document is held in memory, and tokenized in one go
 
 
 def read_part(part: Part, settings: ReadSettings) -> Iterator[Document]:
@@ -145,6 +146,11 @@ def _line_of(part: Part, position: int) -> str:
 
 
 def _read_text(file: IO[bytes], part: Part, settings: ReadSettings) -> Iterator[Document]:
+    if not settings.text_separator and part.num_bytes > _MAX_WHOLE_FILE_BYTES:
+        raise CorpusError(
+            f"{part.source} holds {part.num_bytes:,} bytes, too many for one document; "
+            "set tokenize.text_separator to what divides it"
+        )
     with open_decompressed(file, part.location, part.source) as content:
         if not settings.text_separator:
             yield _document(part, settings, part.source, _decode(content.read(), 0, part), None)

@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -86,6 +87,13 @@ def test_separator_is_found_across_reads(tmp_path: Path, monkeypatch: pytest.Mon
     path.write_text("one<|end|>two<|end|>three")
     monkeypatch.setattr("scone.corpus.reading._BLOCK_BYTES", 4)
     assert [document.text for document in _read(path, text_separator="<|end|>")] == ["one", "two", "three"]
+
+
+def test_text_file_too_large_for_one_document_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    (part,) = list_parts([str(tmp_path / "a.txt")])
+    with pytest.raises(CorpusError, match=r"a\.txt holds 2,147,483,648 bytes, too many for one document; set tokenize"):
+        list(read_part(replace(part, num_bytes=2 << 30), ReadSettings()))
 
 
 def test_groups_come_from_a_column_or_from_the_file(tmp_path: Path) -> None:
