@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from scone.models.scone_model import SconeForCausalLM
 
 _CHUNK_LOGITS = 4 << 20  # 16 MiB of float32 at a time
+SUMS = ("matches", "nodes", "fgram_norms", "token_norms")
 # Settings with which a main model changes its logits after the head; it then computes them itself.
 _LOGIT_SETTINGS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier", "logits_scale")
 
 
 class NextTokenLoss(nn.Module):
-    """Sum of the next-token losses of a batch; the module that data parallelism wraps."""
+    """Sums of the next-token losses and of what is measured on a batch; the module that data parallelism wraps."""
 
     def __init__(self, model: SconeForCausalLM) -> None:
         super().__init__()
@@ -26,24 +27,31 @@ class NextTokenLoss(nn.Module):
             getattr(settings, name, None) not in (None, 1.0) for name in _LOGIT_SETTINGS
         )
 
-    def forward(self, token_ids: Tensor, match_length: Tensor | None) -> Tensor:
-        """Loss summed over the L targets of each sequence, float32 scalar.
+    def forward(self, token_ids: Tensor, match_length: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Loss summed over the L targets of each sequence (float32 scalar), and sums by SUMS [4] without gradient.
 
         Args:
             token_ids: [B, L + 1] int64; inputs are all but the last, targets all but the first.
             match_length: [B, L + 1]; None matches with the attached index, from the table if there is one.
         """
         inputs, targets = token_ids[:, :-1], token_ids[:, 1:]
-        model = self.model
-        if match_length is not None and model.config.has_fgrams:
+        if match_length is not None:
             match_length = match_length[:, :-1]
-        embeddings = model.input_embeddings(inputs, match_length)
+        fused = self.model.fused_embeddings(inputs, match_length)
+        loss = self._loss(fused.embeddings, targets.flatten())
+        with torch.no_grad():
+            norms = [states.float().norm(dim=1).sum() for states in (fused.matched_fgrams, fused.matched_tokens)]
+            counts = loss.new_tensor([fused.matched_fgrams.shape[0], fused.num_nodes])
+            sums = torch.cat((counts, torch.stack(norms)))
+        return loss, sums
+
+    def _loss(self, embeddings: Tensor, targets: Tensor) -> Tensor:
+        main_model, head = self.model.main_model, self.model.get_output_embeddings()
         if not self._has_plain_head:
-            logits = model.main_model(inputs_embeds=embeddings, use_cache=False).logits
-            return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-        hidden = model.main_model.base_model(inputs_embeds=embeddings, use_cache=False).last_hidden_state
-        head = model.get_output_embeddings()
-        return linear_cross_entropy(hidden.flatten(0, 1), head.weight, head.bias, targets.flatten())
+            logits = main_model(inputs_embeds=embeddings, use_cache=False).logits
+            return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="sum")
+        hidden = main_model.base_model(inputs_embeds=embeddings, use_cache=False).last_hidden_state
+        return linear_cross_entropy(hidden.flatten(0, 1), head.weight, head.bias, targets)
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,6 +35,20 @@ class RowSource(Protocol):
 
     def lookup(self, ids: np.ndarray, out: np.ndarray) -> Any:
         """Fill `out` [n, width] with the rows of `ids` int64 [n]."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedEmbeddings:
+    """Input embeddings of a batch, and what they were made of at its n matched positions."""
+
+    embeddings: Tensor
+    """[B, T, D]"""
+    matched_tokens: Tensor
+    """[n, D] token embeddings of the matched positions."""
+    matched_fgrams: Tensor
+    """[n, D] f-gram embeddings of the matched positions, before fusion."""
+    num_nodes: int
+    """Tokens that the f-gram model computed; 0 with a table."""
 
 
 class SconeForCausalLM(PreTrainedModel, GenerationMixin):
@@ -162,25 +177,35 @@ class SconeForCausalLM(PreTrainedModel, GenerationMixin):
         Raises:
             ValueError: Both are given, or what is needed is not attached.
         """
+        return self.fused_embeddings(input_ids, match_length, fgram_id).embeddings
+
+    def fused_embeddings(
+        self, input_ids: Tensor, match_length: Tensor | None = None, fgram_id: Tensor | None = None
+    ) -> FusedEmbeddings:
+        """Like `input_embeddings`, with what went into them."""
         token_embeddings: Tensor = self.get_input_embeddings()(input_ids)
-        if not self.config.has_fgrams:
-            return token_embeddings
+        flat = token_embeddings.flatten(0, 1)  # [B*T, D]
+        if self.fusion is None:
+            return FusedEmbeddings(token_embeddings, flat[:0], flat[:0], 0)
         if match_length is not None and fgram_id is not None:
             raise ValueError("give match_length (for the f-gram model) or fgram_id (for the table), not both")
         if match_length is None and fgram_id is None:
             match_length, fgram_id = self._match(input_ids)
+        num_nodes = 0
         if fgram_id is not None:
-            position = torch.nonzero(fgram_id.flatten() >= 0).squeeze(1)
-            fgram_embeddings = self._look_up(fgram_id.flatten()[position], token_embeddings)
+            position = torch.nonzero(fgram_id.flatten() >= 0).squeeze(1)  # [n]
+            fgrams = self._look_up(fgram_id.flatten()[position], token_embeddings)
         else:
-            trie = build_trie(input_ids.clamp_min(0), match_length, self.config.max_fgram_length).with_dummy_node()
+            assert match_length is not None
+            trie = build_trie(input_ids, match_length, self.config.max_fgram_length)
+            num_nodes = trie.num_nodes
+            trie = trie.with_dummy_node()
             output_node = trie.output_node.flatten()
             position = torch.nonzero(output_node >= 0).squeeze(1)
-            fgram_embeddings = nn.functional.embedding(output_node[position], self.embed_trie(trie))
-        flat = token_embeddings.flatten(0, 1)  # [B*T, D]
-        assert self.fusion is not None
-        fused = self.fusion(flat[position], fgram_embeddings.to(flat.dtype))
-        return flat.index_copy(0, position, fused.to(flat.dtype)).view_as(token_embeddings)
+            fgrams = nn.functional.embedding(output_node[position], self.embed_trie(trie))
+        fgrams, matched = fgrams.to(flat.dtype), flat[position]
+        fused = flat.index_copy(0, position, self.fusion(matched, fgrams).to(flat.dtype))
+        return FusedEmbeddings(fused.view_as(token_embeddings), matched, fgrams, num_nodes)
 
     def forward(
         self,

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from scone.models import SconeForCausalLM, next_token_loss
-from scone.models.next_token_loss import NextTokenLoss, linear_cross_entropy
+from scone.models.next_token_loss import SUMS, NextTokenLoss, linear_cross_entropy
+from scone.trie import build_trie
 
 TOLERANCE = 1e-5
 
@@ -47,9 +48,9 @@ def test_loss_is_that_of_the_models_logits(build_model: Callable[..., SconeForCa
     match_length = fgrams.match_length(token_ids)
     logits = model(token_ids[:, :-1], match_length=match_length[:, :-1]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), token_ids[:, 1:].flatten(), reduction="sum")
-    torch.testing.assert_close(NextTokenLoss(model)(token_ids, match_length), expected)
+    torch.testing.assert_close(NextTokenLoss(model)(token_ids, match_length)[0], expected)
     model.attach_match_index(fgrams.index)
-    torch.testing.assert_close(NextTokenLoss(model)(token_ids, None), expected)
+    torch.testing.assert_close(NextTokenLoss(model)(token_ids, None)[0], expected)
 
 
 def test_main_model_that_changes_its_logits_computes_them_itself(
@@ -57,10 +58,10 @@ def test_main_model_that_changes_its_logits_computes_them_itself(
 ) -> None:
     model = build_model(max_fgram_length=0)
     token_ids = fgrams.text(21, 5)
-    plain = NextTokenLoss(model)(token_ids, None)
+    plain = NextTokenLoss(model)(token_ids, None)[0]
     model.config.text_config.logits_scaling = 4.0
     assert not NextTokenLoss(model)._has_plain_head
-    torch.testing.assert_close(NextTokenLoss(model)(token_ids, None), plain)  # Llama itself ignores the setting
+    torch.testing.assert_close(NextTokenLoss(model)(token_ids, None)[0], plain)  # Llama itself ignores the setting
 
 
 def test_autocast_loss_is_close_and_keeps_gradient_types() -> None:
@@ -73,3 +74,15 @@ def test_autocast_loss_is_close_and_keeps_gradient_types() -> None:
     loss.backward()
     assert loss.dtype == hidden.grad.dtype == weight.grad.dtype == torch.float32
     torch.testing.assert_close(loss, expected, rtol=2**-7, atol=0)
+
+
+def test_sums_say_what_the_batch_was_made_of(build_model: Callable[..., SconeForCausalLM], fgrams: Any) -> None:
+    model = build_model()
+    token_ids = torch.cat([fgrams.text(21, seed) for seed in (5, 6)])
+    match_length = fgrams.match_length(token_ids)
+    sums = dict(zip(SUMS, NextTokenLoss(model)(token_ids, match_length)[1].tolist(), strict=True))
+    fused = model.fused_embeddings(token_ids[:, :-1], match_length[:, :-1])
+    assert sums["matches"] == (match_length[:, :-1] > 0).sum() == len(fused.matched_fgrams)
+    assert sums["nodes"] == build_trie(token_ids[:, :-1], match_length[:, :-1], 4).num_nodes
+    assert sums["fgram_norms"] == pytest.approx(fused.matched_fgrams.norm(dim=1).sum().item())
+    assert sums["token_norms"] == pytest.approx(fused.matched_tokens.norm(dim=1).sum().item())
