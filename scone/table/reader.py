@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import mmap
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scone.errors import CorruptArtifactError
-from scone.storage import FileEntry, Folder
+from scone.storage import Folder
 from scone.table.layout import TableDtype, sample_rows
 from scone.table.manifest import TableShard, TableVersion, load_version
+from scone.table.mapping import map_shards
 
 Verification = Literal["samples", "content", "size"]
 
@@ -24,16 +23,16 @@ _PADDED_ROWS = 1024
 class EmbeddingTable:
     """One version of a table, mapped read-only. `lookup` may be called from many threads at once."""
 
-    def __init__(self, version: TableVersion, shards: list[NDArray]) -> None:
-        """`shards` hold [rows, stride_elements] each, in order; use `open`."""
+    def __init__(self, version: TableVersion, blocks: list[NDArray]) -> None:
+        """`blocks` [rows, stride_elements] hold all rows in order; use `open`."""
         self.version = version
         self.num_rows = version.num_rows
         self.width = version.width
         self.dtype: TableDtype = version.dtype
         self.element = version.layout.element
         """What `out` of a look-up is made of: uint16 (the bits of bfloat16) or float32."""
-        self._shards = shards
-        self._first_rows = np.array([shard.first_row for shard in version.shards], np.int64)
+        self._blocks = blocks
+        self._first_rows = np.cumsum([0, *(len(block) for block in blocks[:-1])], dtype=np.int64)
         self._is_padded = version.layout.stride_bytes != version.layout.row_bytes
 
     @classmethod
@@ -69,15 +68,15 @@ class EmbeddingTable:
             fgrams_fingerprint=fgrams_fingerprint,
             tokenizer_fingerprint=tokenizer_fingerprint,
         )
-        shards = []
-        for shard in version.shards:
-            if verify == "content":
+        if verify == "content":
+            for shard in version.shards:
                 folder.check_content(shard.rows)
-            rows = _map_rows(folder.local_path(shard.rows), shard.rows, version)
-            if verify != "size":
-                _check_samples(folder, shard, rows)
-            shards.append(rows)
-        return cls(version, shards)
+        files = [(folder.local_path(shard.rows), shard.rows) for shard in version.shards]
+        table = cls(version, map_shards(files, version.layout))
+        if verify != "size":
+            for shard in version.shards:
+                table._check_samples(folder, shard)
+        return table
 
     def lookup(self, ids: NDArray[np.integer], out: NDArray) -> None:
         """Copy the rows with these ids [n] into `out` [n, width], in the order of `ids`; ids may repeat.
@@ -95,14 +94,14 @@ class EmbeddingTable:
         highest = int(unsigned.max())
         if highest >= self.num_rows:
             self._refuse(ids)
-        if len(self._shards) == 1:
+        if len(self._blocks) == 1:
             self._gather(0, ids, out)
             return
         first, last = np.searchsorted(self._first_rows, (int(unsigned.min()), highest), side="right") - 1
         if first == last:
             self._gather(int(first), ids - self._first_rows[first], out)
         else:
-            self._lookup_across_shards(ids, out)
+            self._lookup_across_blocks(ids, out)
 
     def copy_rows(self, first_row: int, out: NDArray) -> None:
         """Copy consecutive rows from `first_row` on into `out` [n, width] of `element`, n rows in all.
@@ -116,29 +115,29 @@ class EmbeddingTable:
             )
         done = 0
         while done < len(out):
-            shard = int(np.searchsorted(self._first_rows, first_row + done, side="right")) - 1
-            start = first_row + done - int(self._first_rows[shard])
-            rows = self._shards[shard][start : start + len(out) - done, : self.width]
+            block = int(np.searchsorted(self._first_rows, first_row + done, side="right")) - 1
+            start = first_row + done - int(self._first_rows[block])
+            rows = self._blocks[block][start : start + len(out) - done, : self.width]
             out[done : done + len(rows)] = rows
             done += len(rows)
 
-    def _lookup_across_shards(self, ids: NDArray[np.int64], out: NDArray) -> None:
-        shard_of = np.searchsorted(self._first_rows, ids, side="right") - 1
-        if len(self._shards) <= np.iinfo(np.uint16).max:
-            shard_of = shard_of.astype(np.uint16)  # numpy sorts these by radix
-        order = np.argsort(shard_of, kind="stable")
-        shard_of = shard_of[order]
-        starts = [0, *(np.flatnonzero(shard_of[1:] != shard_of[:-1]) + 1).tolist(), len(ids)]
+    def _lookup_across_blocks(self, ids: NDArray[np.int64], out: NDArray) -> None:
+        block_of = np.searchsorted(self._first_rows, ids, side="right") - 1
+        if len(self._blocks) <= np.iinfo(np.uint16).max:
+            block_of = block_of.astype(np.uint16)  # numpy sorts these by radix
+        order = np.argsort(block_of, kind="stable")
+        block_of = block_of[order]
+        starts = [0, *(np.flatnonzero(block_of[1:] != block_of[:-1]) + 1).tolist(), len(ids)]
         for start, stop in itertools.pairwise(starts):
-            shard, positions = int(shard_of[start]), order[start:stop]
+            block, positions = int(block_of[start]), order[start:stop]
             rows = np.empty((len(positions), self.width), self.element)
-            self._gather(shard, ids[positions] - self._first_rows[shard], rows)
+            self._gather(block, ids[positions] - self._first_rows[block], rows)
             out[positions] = rows
 
-    def _gather(self, shard: int, local_ids: NDArray[np.int64], out: NDArray) -> None:
+    def _gather(self, block: int, local_ids: NDArray[np.int64], out: NDArray) -> None:
         # mode="clip" only skips numpy's own bounds check, which copies through a buffer and takes 3x the time;
         # all ids are known to be in bounds here.
-        rows = self._shards[shard]
+        rows = self._blocks[block]
         if not self._is_padded:
             np.take(rows, local_ids, axis=0, out=out, mode="clip")
             return
@@ -168,22 +167,16 @@ class EmbeddingTable:
             "positions without an f-gram (id -1) must be left out"
         )
 
-
-def _map_rows(path: Path, entry: FileEntry, version: TableVersion) -> NDArray:
-    with open(path, "rb") as file:
-        mapped = mmap.mmap(file.fileno(), entry.num_bytes, prot=mmap.PROT_READ)
-    return np.frombuffer(mapped, version.layout.element).reshape(entry.rows, version.layout.stride_elements)
-
-
-def _check_samples(folder: Folder, shard: TableShard, rows: NDArray) -> None:
-    folder.check_content(shard.samples)
-    sampled = sample_rows(shard.num_rows)
-    found = rows[sampled].view(np.uint8)
-    expected = np.frombuffer(folder.read_bytes(shard.samples.path), np.uint8).reshape(found.shape)
-    differs = np.flatnonzero((found != expected).any(axis=1))
-    if len(differs):
-        row = shard.first_row + int(sampled[differs[0]])
-        raise CorruptArtifactError(
-            f"{folder.locate(shard.rows.path)} holds other values for row {row:,} than its sampled rows say: "
-            'altered or misplaced; restore it, or rebuild the table with "scone precompute"'
-        )
+    def _check_samples(self, folder: Folder, shard: TableShard) -> None:
+        folder.check_content(shard.samples)
+        sampled = shard.first_row + sample_rows(shard.num_rows)
+        found = np.empty((len(sampled), self.width), self.element)
+        self.lookup(sampled, found)
+        stored = np.frombuffer(folder.read_bytes(shard.samples.path), self.element)
+        expected = np.ascontiguousarray(stored.reshape(len(sampled), -1)[:, : self.width])
+        differs = np.flatnonzero((found.view(np.uint8) != expected.view(np.uint8)).any(axis=1))
+        if len(differs):
+            raise CorruptArtifactError(
+                f"{folder.locate(shard.rows.path)} holds other values for row {sampled[differs[0]]:,} than its sampled "
+                'rows say: altered or misplaced; restore it, or rebuild the table with "scone precompute"'
+            )

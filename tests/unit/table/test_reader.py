@@ -22,7 +22,8 @@ def read_rows(table: EmbeddingTable, ids: list[int]) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("shard_rows", [(237,), (100, 100, 37), (1, 1, 1, 1)])
+# Rows are 32 bytes: shards of 128 and 256 rows fill pages and lie one after the other in memory, others do not.
+@pytest.mark.parametrize("shard_rows", [(237,), (100, 100, 37), (1, 1, 1, 1), (128, 256, 37), (100, 128, 128, 5, 128)])
 @pytest.mark.parametrize("width", [8, 5])
 def test_lookup_gives_the_rows_of_any_ids_in_order(
     folder: Folder, build_table: BuildTable, shard_rows: tuple[int, ...], width: int
@@ -172,14 +173,14 @@ def test_rows_shifted_by_one_are_found_by_the_samples(folder: Folder, build_tabl
     content = folder.read_bytes(path)
     folder.write_bytes(path, content[32:] + content[:32])
     EmbeddingTable.open(folder, verify="size")
-    with pytest.raises(CorruptArtifactError, match="holds other values for row 0 than its sampled rows say"):
+    with pytest.raises(CorruptArtifactError, match="holds other values for row 0 than its sampled"):
         EmbeddingTable.open(folder)
 
 
 def test_shards_in_the_wrong_order_are_found_by_the_samples(folder: Folder) -> None:
     version = draft_version(folder, (100, 100), 8, "fp32")
     commit_version(folder, _with_swapped_rows(version))
-    with pytest.raises(CorruptArtifactError, match="holds other values for row 0 than its sampled rows say"):
+    with pytest.raises(CorruptArtifactError, match="holds other values for row 0 than its sampled"):
         EmbeddingTable.open(folder)
 
 
