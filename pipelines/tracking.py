@@ -39,6 +39,12 @@ class StageTracking:
         """Metrics of several steps in one request."""
         self._safely(lambda client: _log_batch(client, self.run_id, rows=rows))
 
+    def last_step(self, metric: str) -> int:
+        """Highest step at which a metric was logged; -1 if it never was, or nothing is tracked."""
+        steps: list[int] = [-1]
+        self._safely(lambda client: steps.extend(m.step for m in client.get_metric_history(self.run_id, metric)))
+        return max(steps)
+
     def log_file(self, path: str) -> None:
         """Keep a small local file (manifest, report, plot) as an artifact of the run."""
         self._safely(lambda client: client.log_artifact(self.run_id, path))
@@ -133,10 +139,10 @@ def tracking_uri(run_folder: Folder) -> str:
 def _client(uri: str) -> Any:
     for name, value in _PATIENCE.items():
         os.environ.setdefault(name, value)
-    logging.getLogger("alembic").setLevel(logging.WARNING)
-    logging.getLogger("mlflow").setLevel(logging.WARNING)
     from mlflow.tracking import MlflowClient
 
+    for name in ("alembic", "mlflow"):  # after the import, which sets its own level
+        logging.getLogger(name).setLevel(logging.WARNING)
     return MlflowClient(tracking_uri=uri)
 
 

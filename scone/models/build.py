@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,6 +76,16 @@ def count_parameters_without_building(config: SconeConfig) -> dict[str, int]:
         model = SconeForCausalLM(config)
     fgram = sum(parameter.numel() for parameter in model.fgram_model.parameters()) if model.fgram_model else 0
     return {"main_model": sum(parameter.numel() for parameter in model.main_model.parameters()), "fgram_model": fgram}
+
+
+def save_model_config(config: SconeConfig, folder: Path) -> None:
+    """Write config.json and generation_config.json of the model into a local folder, as `save_pretrained` would."""
+    with torch.device("meta"):
+        model = SconeForCausalLM(config)
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = torch.float32
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
 
 
 def _decoder_config(section: str, settings: Mapping[str, Any]) -> PreTrainedConfig:
