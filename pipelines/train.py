@@ -207,6 +207,7 @@ def _train(
             storage_path=builder.folder.locate(_RAY_FOLDER),
             failure_config=ray.train.FailureConfig(max_failures=config.max_failures),
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=config.checkpoints_kept),
+            logging_config=ray.train.LoggingConfig(log_level="WARNING"),
         ),
     )
     with _showing_progress(config, context, inputs, builder.folder):

@@ -106,11 +106,11 @@ class Trainer:
         self.objective = NextTokenLoss(model)
         self.parallel: nn.Module = self.objective
         if self.world.size > 1:
-            # Parameters are equal on all workers from the start, and buffers (rotary frequencies) never change.
+            # The only buffers, rotary frequencies, never change: nothing to send in each forward.
             self.parallel = nn.parallel.DistributedDataParallel(
                 self.objective,
                 device_ids=[self.device] if self.device.type == "cuda" else None,
-                broadcast_buffers=False,
+                forward_sync_buffers=False,
                 gradient_as_bucket_view=True,
             )
         self.state = TrainingState(fingerprint, pending=_no_sums())

@@ -5,19 +5,21 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 
-from scone.matching import MatchIndex
 from scone.models.config import SconeConfig
 from scone.models.fgram_model import FGramModel
 from scone.models.fusion import Fusion
 from scone.models.token_history import context_of, past_length, recall_tail, remember_tail
 from scone.trie import Trie, build_trie, trie_of_fgrams
+
+if TYPE_CHECKING:
+    from scone.matching import MatchIndex  # numba, which training does not need
 
 
 class RowSource(Protocol):

@@ -1,6 +1,7 @@
 """The training loop: schedule, accumulation, resuming bit for bit, checkpoints, and what it refuses."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,15 @@ TINY = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Tiny matrices: more threads cost time on a busy machine, and their number decides the last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def make_settings(**changes: Any) -> TrainingSettings:

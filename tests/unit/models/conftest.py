@@ -1,7 +1,7 @@
 """Tiny SCONE models, and f-grams that their random texts are full of."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,15 @@ SPECIAL = 0
 
 BuildModel = Callable[..., SconeForCausalLM]
 BuildTable = Callable[..., EmbeddingTable]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Tiny matrices: more threads cost time on a busy machine, and their number decides the last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
