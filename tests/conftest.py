@@ -1,10 +1,14 @@
-"""Every test gets the marker of its folder."""
+"""Every test gets the marker of its folder; Hypothesis never judges by the clock."""
 
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 _TIERS = ("unit", "pipelines", "storage", "infra")
+
+hypothesis.settings.register_profile("scone", deadline=None)
+hypothesis.settings.load_profile("scone")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
