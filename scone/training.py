@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -186,7 +187,7 @@ class Trainer:
             with self._without_synchronisation(unless=number == len(parts)):
                 loss, sums = self._losses(self.parallel, self.train_data, part)
                 # Data parallelism averages over the workers; together they hold the mean over the global batch.
-                (loss * (self.world.size / num_targets)).backward()
+                torch.autograd.backward(loss * (self.world.size / num_targets))
             totals += torch.cat((loss.detach()[None], sums)).double().cpu()
         gradient_norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), settings.gradient_clip))
         values = self.world.sum(totals).tolist()
@@ -298,11 +299,12 @@ def deterministic_algorithms(device: torch.device) -> Iterator[None]:
         yield
         return
     was_enabled = torch.are_deterministic_algorithms_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads it, and filling costs time
+    settings.fill_uninitialized_memory = False  # nothing reads it, and filling costs time
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(was_enabled)
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+        settings.fill_uninitialized_memory = fills

@@ -44,9 +44,8 @@ def build_model_config(
             f"main_model.max_position_embeddings {longest} is less than the sequences' {sequence_length} tokens; "
             "raise it, or pack shorter sequences"
         )
-    common = {"tokenizer_fingerprint": tokenizer_fingerprint}
     if settings.variant == "baseline":
-        return SconeConfig(main, **common)
+        return SconeConfig(main, tokenizer_fingerprint=tokenizer_fingerprint)
     changes = settings.fgram_model
     fgram = _decoder_config("fgram_model", changes if "model_type" in changes else {**settings.main_model, **changes})
     refuse_inexact_backbone(fgram)
@@ -59,7 +58,7 @@ def build_model_config(
         residual_init=settings.residual_init,
         output_norm=settings.output_norm,
         output_scale=settings.output_scale,
-        **common,
+        tokenizer_fingerprint=tokenizer_fingerprint,
     )
 
 

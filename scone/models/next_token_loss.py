@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ class NextTokenLoss(nn.Module):
             logits = main_model(inputs_embeds=embeddings, use_cache=False).logits
             return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="sum")
         hidden = main_model.base_model(inputs_embeds=embeddings, use_cache=False).last_hidden_state
-        return linear_cross_entropy(hidden.flatten(0, 1), head.weight, head.bias, targets)
+        return linear_cross_entropy(hidden.flatten(0, 1), cast(Tensor, head.weight), cast(Tensor, head.bias), targets)
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, ta
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets)
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets)  # type: ignore[no-untyped-call]  # torch's
     return loss
 
 

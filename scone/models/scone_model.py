@@ -69,7 +69,7 @@ class SconeForCausalLM(PreTrainedModel, GenerationMixin):
         """An initialised model. The main model draws its random numbers first: the same with and without f-grams."""
         super().__init__(config)
         self.main_model = AutoModelForCausalLM.from_config(config.text_config)
-        config.text_config.architectures = [type(self.main_model).__name__]
+        config.get_text_config().architectures = [type(self.main_model).__name__]
         self.fgram_model: FGramModel | None = None
         self.fusion: Fusion | None = None
         if config.fgram_config is not None:
@@ -140,13 +140,15 @@ class SconeForCausalLM(PreTrainedModel, GenerationMixin):
 
     def get_input_embeddings(self) -> nn.Module:
         """The one token embedding, shared by main model, f-gram model and, if tied, the head."""
-        return self.main_model.get_input_embeddings()
+        embeddings: nn.Module = self.main_model.get_input_embeddings()
+        return embeddings
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.main_model.set_input_embeddings(value)
 
     def get_output_embeddings(self) -> nn.Module:
-        return self.main_model.get_output_embeddings()
+        head: nn.Module = self.main_model.get_output_embeddings()
+        return head
 
     def set_output_embeddings(self, value: nn.Module) -> None:
         self.main_model.set_output_embeddings(value)
@@ -163,7 +165,8 @@ class SconeForCausalLM(PreTrainedModel, GenerationMixin):
 
     def embed_trie(self, trie: Trie) -> Tensor:
         """Output [M, D] of the f-gram model at every node."""
-        return self._require_fgram_model()(self.get_input_embeddings()(trie.token_ids), trie)
+        output: Tensor = self._require_fgram_model()(self.get_input_embeddings()(trie.token_ids), trie)
+        return output
 
     def input_embeddings(
         self, input_ids: Tensor, match_length: Tensor | None = None, fgram_id: Tensor | None = None
@@ -237,7 +240,7 @@ class SconeForCausalLM(PreTrainedModel, GenerationMixin):
         cache = past_key_values if cache is None else cache
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
-        if inputs_embeds is None:
+        if input_ids is not None:
             if "write_index" in kwargs and self.config.has_fgrams:
                 raise ValueError(
                     "continuous batching (generate_batch) packs many requests into one row without their earlier "
@@ -327,7 +330,8 @@ class SconeForCausalLM(PreTrainedModel, GenerationMixin):
             exported = SconeForCausalLM(config)
         exported.main_model, exported.fusion = self.main_model, self.fusion
         exported.generation_config = self.generation_config
-        return exported.train(self.training)
+        exported.train(self.training)
+        return exported
 
     def _match(self, context_ids: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """(match_length, None) or (None, fgram_id) of [B, T] token ids, -1 where there is no token."""

@@ -64,7 +64,8 @@ def recall_tail(cache: Any, batch_size: int) -> Tensor | None:
             "or filled elsewhere), so the tokens before the new ones are unknown and f-grams cannot be matched; pass "
             "context_ids with at least the last max_fgram_length - 1 tokens and the new ones, or start without a cache"
         )
-    return tail.token_ids
+    token_ids: Tensor = tail.token_ids
+    return token_ids
 
 
 def context_of(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:

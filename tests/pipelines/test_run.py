@@ -30,12 +30,19 @@ log_interval = 2
 checkpoint_interval = 2
 heldout_interval = 0
 heldout_sequences = 4
-main_model = {{ model_type = "llama", hidden_size = 16, intermediate_size = 32, num_hidden_layers = 1, num_attention_heads = 2, num_key_value_heads = 2, tie_word_embeddings = true }}
+[train.main_model]
+model_type = "llama"
+hidden_size = 16
+intermediate_size = 32
+num_hidden_layers = 1
+num_attention_heads = 2
+num_key_value_heads = 2
+tie_word_embeddings = true
 [cluster]
 num_cpus = 2
 object_store_memory_bytes = 134217728
 """
-WORDS = "the a returns value of array shape given axis sum mean row column index table model token".split()
+WORDS = ["the", "a", "returns", "value", "of", "array", "shape", "given", "axis", "sum", "row", "index", "table"]
 
 
 def scone(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -48,7 +48,7 @@ def test_equal_artifacts_have_equal_manifests(tmp_path):
 
 
 def test_nothing_there_says_which_stage_to_run(folder):
-    with pytest.raises(MissingArtifactError, match="no finished tokens artifact at .*: run its stage first"):
+    with pytest.raises(MissingArtifactError, match=r"no finished tokens artifact at .*: run its stage first"):
         load_manifest(folder, kind="tokens")
 
 

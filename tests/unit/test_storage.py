@@ -113,7 +113,7 @@ def _write_through_full_device() -> None:
 
 def test_path_below_a_file_is_a_clear_store_error(tmp_path):
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(StoreError, match="cannot write .*file/sub/x"):
+    with pytest.raises(StoreError, match=r"cannot write .*file/sub/x"):
         Folder(tmp_path / "file" / "sub").write_bytes("x", b"1")
 
 
