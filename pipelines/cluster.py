@@ -34,6 +34,8 @@ class ClusterConfig(Config):
     """CPUs of a local Ray; 0 takes all cores."""
     max_parallel_units: Annotated[int, Field(ge=0)] = 0
     """Upper bound on units of work at the same time; 0 leaves it to the cluster's CPUs."""
+    show_worker_logs: bool = False
+    """Print what workers print, Ray's own messages among it. Ray keeps it in its session's logs in any case."""
     object_store_memory_bytes: Annotated[int, Field(ge=0)] = 512 << 20
     """Shared memory of a local Ray. Stages move little through it."""
 
@@ -54,7 +56,7 @@ def connect(config: ClusterConfig) -> Iterator[None]:
         return
     try:
         if address:
-            ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
+            ray.init(address=address, log_to_driver=config.show_worker_logs, logging_level=logging.WARNING)
         else:
             _start_local_ray(config)
     except Exception as error:
@@ -83,7 +85,7 @@ def _start_local_ray(config: ClusterConfig) -> None:
                 num_cpus=config.num_cpus or None,
                 object_store_memory=config.object_store_memory_bytes or None,
                 include_dashboard=False,
-                log_to_driver=True,
+                log_to_driver=config.show_worker_logs,
                 logging_level=logging.WARNING,
             )
         except Exception as error:
@@ -98,11 +100,14 @@ def _start_local_ray(config: ClusterConfig) -> None:
 def _prepare_environment(is_local: bool) -> None:
     """Ray reads these when it is first imported.
 
+    Ray's native log on stderr is silenced: it reports as errors what is none. `RAY_BACKEND_LOG_LEVEL` brings it back.
     A local Ray gets token authentication with a token of this process alone, unless the environment says
     otherwise: Ray's own default writes a token file into the home folder, which changes later clusters.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if is_local:
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     if is_local and "ray" not in sys.modules and "RAY_AUTH_MODE" not in os.environ:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

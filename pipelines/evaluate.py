@@ -38,6 +38,7 @@ from scone.storage import FileEntry, Folder
 from scone.table.manifest import TABLE_FORMAT, TABLE_KIND, TableVersion, load_version
 from scone.table.reader import EmbeddingTable
 from scone.tokens import TOKENS_KIND
+from scone.training_settings import MODEL_FORMAT, MODEL_KIND
 
 logger = logging.getLogger(__name__)
 
@@ -230,15 +231,20 @@ class SpanWork:
         )
 
     def _load(self, variant: str) -> None:
-        from pipelines.load_model import load_scone_model
+        import torch
+
         from scone.matching import MatchIndex
+        from scone.models.loading import load_model
 
         if not self._variant:
+            # One core is reserved for this actor: more threads than free cores cost up to 100x, and the last bits of a
+            # matrix product may depend on their number.
+            torch.set_num_threads(1)
             self.reader = SequenceReader.open(self.folders["sequences"], _SPLIT)
             self.table = EmbeddingTable.open(self.folders["table"])
             self.index = MatchIndex.load(self.folders["table"].local_path(index_entry(self.table.version)))
         if variant != self._variant:
-            self.model = load_scone_model(self.folders[variant])
+            self.model = load_model(self.folders[variant])
             self._variant = variant
 
 
@@ -252,9 +258,9 @@ def _load_inputs(config: EvaluateConfig, context: StageContext) -> _Inputs:
     }
     manifests = {"sequences": load_manifest(folders["sequences"], SEQUENCES_KIND, SEQUENCES_FORMAT)}
     tokenizer = manifests["sequences"].tokenizer_fingerprint
-    manifests["scone"] = load_manifest(folders["scone"], "model", tokenizer_fingerprint=tokenizer)
+    manifests["scone"] = load_manifest(folders["scone"], MODEL_KIND, MODEL_FORMAT, tokenizer_fingerprint=tokenizer)
     manifests["table"] = load_manifest(folders["table"], TABLE_KIND, TABLE_FORMAT, tokenizer)
-    optional = (("baseline", config.baseline, "model"), ("tokens", config.tokens, TOKENS_KIND))
+    optional = (("baseline", config.baseline, MODEL_KIND), ("tokens", config.tokens, TOKENS_KIND))
     for name, configured, kind in optional:
         if configured or folders[name].exists(MANIFEST):
             manifests[name] = load_manifest(folders[name], kind, tokenizer_fingerprint=tokenizer)

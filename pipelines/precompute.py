@@ -28,6 +28,7 @@ from scone.storage import Folder
 from scone.table.layout import TableDtype, TableLayout, sample_rows
 from scone.table.manifest import TABLE_FORMAT, TABLE_KIND, TableShard, TableVersion, version_path
 from scone.table.writer import ShardWriter, commit_version, publish_index, read_samples
+from scone.training_settings import MODEL_FORMAT, MODEL_KIND
 from scone.vocabulary import FGRAMS_FORMAT, FGRAMS_KIND, MATCH_INDEX_FILE, FGramVocabulary
 
 _GROUP = "shards"
@@ -187,9 +188,14 @@ class ShardWork:
     def _load(self) -> None:
         if self._is_loaded:
             return
-        from pipelines.load_model import load_scone_model
+        import torch
 
-        self.model = load_scone_model(Folder(self.model_uri))
+        from scone.models.loading import load_model
+
+        # One core is reserved for this actor: more threads than free cores cost up to 100x, and the last bits of a
+        # matrix product may depend on their number.
+        torch.set_num_threads(1)
+        self.model = load_model(Folder(self.model_uri))
         self.vocabulary = FGramVocabulary.open(Folder(self.fgrams_uri))
         self._is_loaded = True
 
@@ -239,7 +245,7 @@ def _load_inputs(config: PrecomputeConfig, context: StageContext) -> _Inputs:
     model_folder = context.input_folder(config.model, "model/scone")
     fgrams_folder = context.input_folder(config.fgrams, "fgrams")
     fgrams = load_manifest(fgrams_folder, FGRAMS_KIND, FGRAMS_FORMAT)
-    model = load_manifest(model_folder, "model", tokenizer_fingerprint=fgrams.tokenizer_fingerprint)
+    model = load_manifest(model_folder, MODEL_KIND, MODEL_FORMAT, tokenizer_fingerprint=fgrams.tokenizer_fingerprint)
     model_config = model_folder.read_json("config.json")
     longest, readable = fgrams.statistics["max_fgram_length"], model_config.get("max_fgram_length", 0)
     if not model_config.get("fgram_config"):

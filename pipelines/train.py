@@ -33,15 +33,13 @@ from scone.errors import IncompatibleArtifactError, TrainingError
 from scone.sequences import SequenceReader
 from scone.storage import FileEntry, Folder, canonical_json, scratch_folder
 from scone.tokens import TOKENIZER_FILE, TokensInfo, load_tokens
-from scone.training_settings import TrainingSettings
+from scone.training_settings import MODEL_FORMAT, MODEL_KIND, TrainingSettings
 
 if TYPE_CHECKING:
     from scone.models import SconeConfig
 
 logger = logging.getLogger(__name__)
 
-MODEL_KIND = "model"
-MODEL_FORMAT = 1
 METRICS_FILE = "metrics.jsonl"
 
 _RAY_FOLDER = f"{WORK}/ray"

@@ -128,7 +128,8 @@ def _dispatch(
     except RayError as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         raise ClusterError(
-            f"a unit of {group} failed: {lines[0] if lines else error!r}; its log is above, run again to resume"
+            f"a unit of {group} failed: {lines[-1] if lines else error!r}; --set cluster.show_worker_logs=true shows "
+            "what its worker printed, running again resumes"
         ) from error
 
 

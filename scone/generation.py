@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
@@ -14,9 +13,11 @@ from scone.artifacts import Manifest, load_manifest
 from scone.errors import IncompatibleArtifactError
 from scone.matching import MatchIndex
 from scone.models import SconeForCausalLM
-from scone.storage import Folder, scratch_folder
+from scone.models.loading import load_model
+from scone.storage import Folder
 from scone.table.reader import EmbeddingTable
 from scone.tokens import TOKENIZER_FILE
+from scone.training_settings import MODEL_FORMAT, MODEL_KIND
 from scone.vocabulary import FGramVocabulary
 
 _REPLACEMENT = "\ufffd"  # what decoding gives for the first bytes of a character
@@ -39,8 +40,8 @@ class TextGenerator:
             CorruptArtifactError: A file is missing, truncated or altered.
         """
         folder = run_folder / f"model/{variant}"
-        manifest = load_manifest(folder, "model")
-        model = _load_model(folder, manifest)
+        manifest = load_manifest(folder, MODEL_KIND, MODEL_FORMAT)
+        model = load_model(folder)
         if model.config.has_fgrams:
             if from_table:
                 _attach_table(model, manifest, run_folder / "table")
@@ -122,14 +123,6 @@ def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> i
     if temperature == 0:
         return int(logits.argmax())
     return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
-
-
-def _load_model(folder: Folder, manifest: Manifest) -> SconeForCausalLM:
-    with scratch_folder("model") as scratch:
-        for entry in manifest.files:
-            (scratch / Path(entry.path).name).symlink_to(folder.local_path(entry))
-        model: SconeForCausalLM = SconeForCausalLM.from_pretrained(scratch, dtype=torch.float32)
-    return model.requires_grad_(False)
 
 
 def _attach_table(model: SconeForCausalLM, manifest: Manifest, folder: Folder) -> None:

@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 
 from scone.config import Config
 
+MODEL_KIND = "model"
+MODEL_FORMAT = 1
+
 _SMALL_LLAMA = {
     "model_type": "llama",
     "hidden_size": 128,
