@@ -88,18 +88,20 @@ class Folder:
 
     def list_files(self, path: str = "") -> list[str]:
         """Relative paths of all finished files below `path`, sorted; empty where nothing is there."""
+        return list(self.file_sizes(path))
+
+    def file_sizes(self, path: str = "") -> dict[str, int]:
+        """Bytes of all finished files below `path`, by relative path in order; a file's own where `path` is one."""
         with self._errors("list", path):
             root = self._filesystem()._strip_protocol(self.uri)
-            found = self._filesystem().find(self.locate(path))
-        relative = (name[len(root) :].lstrip("/") for name in found)
-        return sorted(name for name in relative if not name.rpartition("/")[2].startswith(_TEMPORARY_PREFIX))
-
-    def file_sizes(self) -> dict[str, int]:
-        """Bytes of all files below, by relative path in order; where the URI is a file itself, its own under ""."""
-        with self._errors("list", ""):
-            root = self._filesystem()._strip_protocol(self.uri)
-            found = self._filesystem().find(self.uri, detail=True)
-        return {name[len(root) :].lstrip("/"): int(found[name]["size"]) for name in sorted(found)}
+            found = self._filesystem().find(self.locate(path), detail=True)
+        sizes = {}
+        for name, info in sorted(found.items()):
+            # Some S3 servers and clients keep an empty object "folder/" for a folder.
+            is_folder = info["type"] == "directory" or str(info.get("Key", "")).endswith("/")
+            if not is_folder and not name.rpartition("/")[2].startswith(_TEMPORARY_PREFIX):
+                sizes[name[len(root) :].lstrip("/")] = int(info["size"])
+        return sizes
 
     def read_bytes(self, path: str, start: int | None = None, stop: int | None = None) -> bytes:
         """The bytes of a file, or of its half-open range [start, stop)."""

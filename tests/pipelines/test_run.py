@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -11,38 +10,7 @@ from pathlib import Path
 
 import pytest
 
-CONFIG = """
-name = "tiny"
-[tokenize]
-corpus = ["{corpus}"]
-train_vocab_size = 300
-heldout_fraction = 0.2
-[count]
-num_fgrams = 200
-max_fgram_length = 3
-[pack]
-sequence_length = 32
-[train]
-steps = 6
-global_batch_size = 4
-warmup_steps = 2
-log_interval = 2
-checkpoint_interval = 2
-heldout_interval = 0
-heldout_sequences = 4
-[train.main_model]
-model_type = "llama"
-hidden_size = 16
-intermediate_size = 32
-num_hidden_layers = 1
-num_attention_heads = 2
-num_key_value_heads = 2
-tie_word_embeddings = true
-[cluster]
-num_cpus = 2
-object_store_memory_bytes = 134217728
-"""
-WORDS = ["the", "a", "returns", "value", "of", "array", "shape", "given", "axis", "sum", "row", "index", "table"]
+from ..tiny_config import write_tiny_config
 
 
 def scone(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -67,14 +35,7 @@ def contents(run: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpus")
-    words = random.Random(0)
-    documents = [" ".join(words.choices(WORDS, weights=range(len(WORDS), 0, -1), k=60)) for _ in range(120)]
-    corpus = folder / "documents.jsonl"
-    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    path = folder / "tiny.toml"
-    path.write_text(CONFIG.format(corpus=corpus))
-    return path
+    return write_tiny_config(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
