@@ -324,8 +324,11 @@ def _explain(error: OSError) -> str:
     return str(error) or type(error).__name__
 
 
-def _is_precondition_failure(error: OSError) -> bool:
-    return "PreconditionFailed" in str(error) or "412" in str(error) or "ConditionalRequestConflict" in str(error)
+def _is_precondition_failure(error: BaseException) -> bool:
+    """Whether S3 refused a create-once because the object is there (412), or is being created right now (409)."""
+    response = getattr(error.__cause__ or error, "response", None) or {}
+    code = response.get("Error", {}).get("Code", "")
+    return code in ("PreconditionFailed", "ConditionalRequestConflict") or "pre-conditions" in str(error)
 
 
 def _missing(where: str) -> str:
