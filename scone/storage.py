@@ -93,15 +93,14 @@ class Folder:
     def file_sizes(self, path: str = "") -> dict[str, int]:
         """Bytes of all finished files below `path`, by relative path in order; a file's own where `path` is one."""
         with self._errors("list", path):
+            if self.is_local:
+                return _local_sizes(self.uri, self.locate(path))
             root = self._filesystem()._strip_protocol(self.uri)
             found = self._filesystem().find(self.locate(path), detail=True)
-        sizes = {}
-        for name, info in sorted(found.items()):
-            # Some S3 servers and clients keep an empty object "folder/" for a folder.
-            is_folder = info["type"] == "directory" or str(info.get("Key", "")).endswith("/")
-            if not is_folder and not name.rpartition("/")[2].startswith(_TEMPORARY_PREFIX):
-                sizes[name[len(root) :].lstrip("/")] = int(info["size"])
-        return sizes
+        # Some S3 servers and clients keep an empty object "folder/" for a folder.
+        folders = {name for name, info in found.items() if str(info.get("Key", "")).endswith("/")}
+        files = ((name, info) for name, info in sorted(found.items()) if name not in folders)
+        return {name[len(root) :].lstrip("/"): int(info["size"]) for name, info in files if info["type"] == "file"}
 
     def read_bytes(self, path: str, start: int | None = None, stop: int | None = None) -> bytes:
         """The bytes of a file, or of its half-open range [start, stop)."""
@@ -314,6 +313,28 @@ def scratch_folder(name: str) -> Iterator[Path]:
 def file_sha256(folder: Folder, path: str) -> str:
     """SHA-256 of a small file, for fingerprints that other tools compute too (tokenizers)."""
     return hashlib.sha256(folder.read_bytes(path)).hexdigest()
+
+
+def _local_sizes(root: str, start: str) -> dict[str, int]:
+    """Bytes of the finished files below `start`, by path relative to `root`.
+
+    fsspec's own walk passes over a whole folder when a temporary file vanishes while it looks.
+    """
+    if os.path.isfile(start):
+        return {os.path.relpath(start, root) if start != root else "": os.path.getsize(start)}
+    sizes = {}
+    for folder, _, names in os.walk(start, onerror=_raise_unless_gone):
+        for name in names:
+            if not name.startswith(_TEMPORARY_PREFIX):
+                path = f"{folder}/{name}"
+                with contextlib.suppress(FileNotFoundError):
+                    sizes[os.path.relpath(path, root)] = os.path.getsize(path)
+    return dict(sorted(sizes.items()))
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def _explain(error: OSError) -> str:

@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -206,6 +207,7 @@ def _run_in_a_process_killed_after_units(run_folder: Folder, num_units: int) -> 
     try:
         while len((run_folder / "table").list_files("_work/units/shards")) < num_units:
             assert process.poll() is None, "the driver ended before it could be killed"
+            time.sleep(0.02)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
