@@ -13,12 +13,15 @@ import pytest
 from ..tiny_config import write_tiny_config
 
 
+pytestmark = pytest.mark.timeout(1200)  # a whole run, or two, and a busy machine
+
+
 def scone(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "scone", *arguments],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=900,
         env={**os.environ, "COLUMNS": "160", **environment},
     )
 
