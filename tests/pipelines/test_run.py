@@ -12,7 +12,6 @@ import pytest
 
 from ..tiny_config import write_tiny_config
 
-
 pytestmark = pytest.mark.timeout(1200)  # a whole run, or two, and a busy machine
 
 
