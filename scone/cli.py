@@ -196,7 +196,7 @@ def demo_command(
     as_json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Do the whole life cycle on the documentation of the installed Python packages: about 10 minutes on 2 cores.
+    """Do the whole life cycle on the documentation of the installed Python packages: about 12 minutes on 2 cores.
 
     The same as: scone run demo. Nothing is downloaded. Ends with the held-out perplexity of the plain model and of
     SCONE with the same main model, tokens, steps and learning rate, on packages that neither has seen.
