@@ -6,10 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from scone.artifacts import load_manifest, verify_files
 from scone.storage import Folder
 
 from ..tiny_config import write_tiny_config
+
+pytestmark = pytest.mark.timeout(1200)  # a whole run, and a busy machine
 
 ARTIFACTS = ("tokens", "fgrams", "sequences", "model/baseline", "model/scone", "table", "report")
 
@@ -20,7 +24,7 @@ def test_run_with_all_artifacts_on_s3_and_generate_from_there(s3_bucket: str, tm
     config = write_tiny_config(tmp_path)
     command = [sys.executable, "-m", "scone"]
     arguments = ["run", str(config), "--output", run, "--set", "tracking=false"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, timeout=600)
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"{run}/report"
     for artifact in ARTIFACTS:
