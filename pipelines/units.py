@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -126,11 +127,16 @@ def _dispatch(
                 raise getattr(errors, result["error"])(result["message"])
             yield UnitRecord.from_dict(result)
     except RayError as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
         raise ClusterError(
-            f"a unit of {group} failed: {lines[-1] if lines else error!r}; --set cluster.show_worker_logs=true shows "
-            "what its worker printed, running again resumes"
+            f"a unit of {group} failed: {_innermost(error)}; --set cluster.show_worker_logs=true shows what its worker "
+            "printed, running again resumes"
         ) from error
+
+
+def _innermost(error: Exception) -> str:
+    """The line that names the first error in Ray's text of nested tracebacks."""
+    named = re.search(r"^[\w.]*(?:Error|Exception|Interrupt|Exit)\b.*$", str(error), re.MULTILINE)
+    return named.group() if named else str(error).strip().partition("\n")[0] or repr(error)
 
 
 def _run_row(
