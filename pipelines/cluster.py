@@ -40,6 +40,21 @@ class ClusterConfig(Config):
     """Shared memory of a local Ray. Stages move little through it."""
 
 
+_sharing: contextlib.ExitStack | None = None
+
+
+@contextlib.contextmanager
+def sharing_ray() -> Iterator[None]:
+    """In the block, what the first `connect` opens stays open for the next, and is closed at the end."""
+    global _sharing
+    with contextlib.ExitStack() as stack:
+        _sharing = stack
+        try:
+            yield
+        finally:
+            _sharing = None
+
+
 @contextlib.contextmanager
 def connect(config: ClusterConfig) -> Iterator[None]:
     """A Ray connection for the block: the open one if there is one, else one that is closed at the end.
@@ -62,10 +77,9 @@ def connect(config: ClusterConfig) -> Iterator[None]:
     except Exception as error:
         target = address or "a local Ray"
         raise ClusterError(f"cannot connect to {target}: {error}; check --ray-address and RAY_AUTH_TOKEN") from error
-    try:
+    with contextlib.ExitStack() as own:
+        (_sharing or own).callback(ray.shutdown)
         yield
-    finally:
-        ray.shutdown()
 
 
 def available_cpus() -> int:

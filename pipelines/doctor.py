@@ -8,12 +8,12 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 from pipelines.progress import format_bytes
+from scone.errors import ClusterError
 from scone.version import VERSION
 
 _LIBRARIES = ("ray", "torch", "transformers", "tokenizers", "pyarrow", "numba", "mlflow", "s3fs")
@@ -36,8 +36,7 @@ class Check:
 
 def examine() -> list[Check]:
     """All checks, in the order in which they are worth reading."""
-    checks: list[Callable[[], list[Check]]] = [_python, _own_packages, _libraries, _machine, _disk, _tracking]
-    return [check for group in checks for check in group()]
+    return [_python(), _own_packages(), *_libraries(), *_machine(), *_disk(), _tracking()]
 
 
 def check_one_place() -> None:
@@ -45,34 +44,24 @@ def check_one_place() -> None:
 
     `pipelines` and `serve` are common names: another package of that name on the path must not be run.
     """
-    from scone.errors import ClusterError
-
-    places = _own_places()
-    if len(set(places.values())) > 1:
-        listed = ", ".join(f"{name} from {place}" for name, place in places.items())
-        raise ClusterError(f"the project's packages come from different places: {listed}; reinstall, or fix PYTHONPATH")
+    check = _own_packages()
+    if check.state == "bad":
+        raise ClusterError(f"the project's packages come from different places ({check.found}); {check.advice}")
 
 
-def _python() -> list[Check]:
+def _python() -> Check:
     fits = sys.version_info >= (3, 11)
     advice = "" if fits else "use Python 3.11 or newer"
-    return [Check("Python", "good" if fits else "bad", platform.python_version(), advice)]
+    return Check("Python", "good" if fits else "bad", platform.python_version(), advice)
 
 
-def _own_packages() -> list[Check]:
-    places = _own_places()
-    if len(set(places.values())) == 1:
-        return [Check("scone", "good", f"{VERSION} from {next(iter(places.values()))}")]
-    listed = ", ".join(f"{name}: {place}" for name, place in places.items())
-    return [Check("scone", "bad", listed, "reinstall, or fix PYTHONPATH: the packages must come from one place")]
-
-
-def _own_places() -> dict[str, str]:
-    places = {}
-    for name in _OWN_PACKAGES:
-        module = importlib.import_module(name)
-        places[name] = str(Path(str(module.__file__)).resolve().parent.parent)
-    return places
+def _own_packages() -> Check:
+    modules = [importlib.import_module(name) for name in _OWN_PACKAGES]
+    places = [str(Path(str(module.__file__)).resolve().parent.parent) for module in modules]
+    if len(set(places)) == 1:
+        return Check("scone", "good", f"{VERSION} from {places[0]}")
+    listed = ", ".join(f"{name}: {place}" for name, place in zip(_OWN_PACKAGES, places, strict=True))
+    return Check("scone", "bad", listed, "reinstall, or fix PYTHONPATH: the packages must come from one place")
 
 
 def _libraries() -> list[Check]:
@@ -129,6 +118,6 @@ def _space(name: str, path: str, wanted_bytes: int) -> Check:
     return Check(name, "note" if low else "good", f"{format_bytes(usage.free)} free at {path}", advice)
 
 
-def _tracking() -> list[Check]:
+def _tracking() -> Check:
     uri = os.environ.get("MLFLOW_TRACKING_URI", "")
-    return [Check("MLflow", "good", uri or "SQLite in each run's folder (MLFLOW_TRACKING_URI is not set)")]
+    return Check("MLflow", "good", uri or "SQLite in each run's folder (MLFLOW_TRACKING_URI is not set)")

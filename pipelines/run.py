@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shlex
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipelines.cluster import ClusterConfig, connect
+from pipelines.cluster import ClusterConfig, sharing_ray
+from pipelines.doctor import check_one_place
 from pipelines.progress import format_seconds
 from pipelines.stage import StageClock, StageContext
 from pipelines.stages import STAGES, load_cluster, run_folder_of
@@ -89,12 +90,17 @@ class Run:
         return cls(run_settings, run_folder_of(settings, output), load_cluster(settings, ray_address), tuple(steps))
 
     def execute(self, *, show_progress: bool = True) -> list[StepResult]:
-        """Every step in order; complete ones are passed over. Ray starts with the first that has work."""
+        """Every step in order; complete ones are passed over. Ray starts with the first that has work.
+
+        Raises:
+            SconeError: Whatever a stage raises; or the project's packages come from different places.
+        """
+        check_one_place()
         key = f"{self.settings.name}-{fingerprint([step.config.to_dict() for step in self.steps])[:8]}"
         tracking = RunTracking(self.folder, key, enabled=self.settings.tracking)
         succeeded = False
         try:
-            with _lazy_ray(self.cluster, self._has_work()):
+            with sharing_ray():
                 results = [self._execute_step(step, tracking, show_progress) for step in self.steps]
             succeeded = True
         finally:
@@ -124,9 +130,6 @@ class Run:
     def _context(self) -> StageContext:
         return StageContext(run_folder=self.folder, cluster=self.cluster)
 
-    def _has_work(self) -> bool:
-        return any(not (self.folder / step.folder).exists(MANIFEST) for step in self.steps)
-
     def _execute_step(self, step: Step, tracking: RunTracking, show_progress: bool) -> StepResult:
         folder = self.folder / step.folder
         did_work = not folder.exists(MANIFEST)
@@ -145,16 +148,6 @@ class Run:
 
 def _label(stage: str, config: Any) -> str:
     return f"train {config.variant}" if stage == "train" else stage
-
-
-@contextmanager
-def _lazy_ray(cluster: ClusterConfig, has_work: bool) -> Iterator[None]:
-    """One Ray for all steps, and none at all for a run that is complete."""
-    if not has_work:
-        yield
-        return
-    with connect(cluster):
-        yield
 
 
 def _track_manifest(folder: Folder, manifest: Manifest, context: StageContext) -> None:
@@ -205,8 +198,6 @@ def _unit_groups(folder: Folder) -> dict[str, dict[str, int]]:
 
 
 def _short(folder: Folder) -> str:
-    import os
-
     if not folder.is_local:
         return folder.uri
     relative = os.path.relpath(folder.uri)

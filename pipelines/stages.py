@@ -35,8 +35,6 @@ class Stage:
     name: str
     config_class: str
     folder: str
-    reads: str
-    makes: str
 
     def module(self) -> StageModule:
         return cast(StageModule, importlib.import_module(f"pipelines.{self.name}"))
@@ -50,12 +48,12 @@ class Stage:
 STAGES = {
     stage.name: stage
     for stage in (
-        Stage("tokenize", "TokenizeConfig", "tokens", "documents", "token ids, document by document"),
-        Stage("count", "CountConfig", "fgrams", "tokens", "ranked f-grams and the match index"),
-        Stage("pack", "PackConfig", "sequences", "tokens and f-grams", "training sequences with match lengths"),
-        Stage("train", "TrainConfig", "model", "sequences", "a Transformers model folder"),
-        Stage("precompute", "PrecomputeConfig", "table", "model and f-grams", "the embedding table"),
-        Stage("evaluate", "EvaluateConfig", "report", "models, table and sequences", "report and plots"),
+        Stage("tokenize", "TokenizeConfig", "tokens"),
+        Stage("count", "CountConfig", "fgrams"),
+        Stage("pack", "PackConfig", "sequences"),
+        Stage("train", "TrainConfig", "model"),
+        Stage("precompute", "PrecomputeConfig", "table"),
+        Stage("evaluate", "EvaluateConfig", "report"),
     )
 }
 RUN_SETTINGS = ("name", "output", "train_baseline", "tracking")

@@ -27,9 +27,8 @@ from pipelines.cluster import available_cpus, connect
 from pipelines.progress import Progress, format_bytes, track
 from pipelines.stage import StageClock, StageContext
 from pipelines.train_worker import PROGRESS_FILE, WorkerSpec, train_on_worker
-from scone import errors
 from scone.artifacts import WORK, ArtifactBuilder, Manifest
-from scone.errors import ConfigError, IncompatibleArtifactError, TrainingError
+from scone.errors import ConfigError, IncompatibleArtifactError, SconeError, TrainingError, error_from_dict
 from scone.sequences import SequenceReader
 from scone.storage import FileEntry, Folder, canonical_json, scratch_folder
 from scone.tokens import TOKENIZER_FILE, TokensInfo, load_tokens
@@ -220,7 +219,7 @@ def _train(
             raise TrainingError(_explain(error)) from error
     outcome = result.return_value or {}
     if "error" in outcome:
-        raise getattr(errors, outcome["error"])(outcome["message"])
+        raise error_from_dict(outcome)
     if result.checkpoint is None:
         raise TrainingError(f"training ended without a checkpoint below {builder.folder}; run it again to resume")
     result.checkpoint.to_directory(checkpoint)
@@ -304,7 +303,7 @@ def _watch(progress: Progress, folder: Folder, stop: threading.Event) -> None:
     while not stop.wait(_POLL_SECONDS):
         try:
             report = folder.read_json(PROGRESS_FILE)
-        except (FileNotFoundError, errors.SconeError):
+        except (FileNotFoundError, SconeError):
             continue
         if report == seen:
             continue

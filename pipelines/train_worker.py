@@ -58,7 +58,7 @@ def train_on_worker(spec: dict[str, Any]) -> dict[str, Any]:
     try:
         trainer = _build_trainer(worker)
     except SconeError as error:
-        return {"error": type(error).__name__, "message": str(error)}
+        return dict(error.to_dict())
     if checkpoint := ray.train.get_checkpoint():
         with checkpoint.as_directory() as path:
             trainer.load(Path(path))
@@ -70,7 +70,7 @@ def train_on_worker(spec: dict[str, Any]) -> dict[str, Any]:
             checkpoint_interval=worker.checkpoint_interval,
         )
     except TrainingError as error:
-        return {"error": type(error).__name__, "message": str(error)}
+        return dict(error.to_dict())
     finally:
         if reporter:
             reporter.flush()

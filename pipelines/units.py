@@ -17,9 +17,8 @@ from typing import Any, Protocol
 from pipelines.cluster import available_cpus
 from pipelines.progress import track
 from pipelines.stage import StageContext
-from scone import errors
 from scone.artifacts import WORK, ArtifactBuilder, UnitRecord, commit_unit
-from scone.errors import ClusterError, SconeError
+from scone.errors import ClusterError, SconeError, error_from_dict
 from scone.storage import Folder
 
 logger = logging.getLogger(__name__)
@@ -124,7 +123,7 @@ def _dispatch(
         for batch in dataset.iter_batches(batch_size=1, batch_format="numpy", prefetch_batches=0):
             result = json.loads(str(batch["result"][0]))
             if "error" in result:
-                raise getattr(errors, result["error"])(result["message"])
+                raise error_from_dict(result)
             yield UnitRecord.from_dict(result)
     except RayError as error:
         raise ClusterError(
@@ -150,7 +149,7 @@ def _run_row(
         commit_unit(folder, group, record)
         result = record.to_dict()
     except SconeError as error:
-        result = _error_row(error)
+        result = error.to_dict()
     return {"result": [json.dumps(result)]}
 
 
@@ -167,9 +166,5 @@ class _UnitActor:
 
     def __call__(self, batch: Any) -> dict[str, list[str]]:
         if self.failure is not None:
-            return {"result": [json.dumps(_error_row(self.failure))]}
+            return {"result": [json.dumps(self.failure.to_dict())]}
         return _run_row(self.folder_uri, self.group, self.work, batch)
-
-
-def _error_row(error: SconeError) -> dict[str, str]:
-    return {"error": type(error).__name__, "message": str(error)}

@@ -122,7 +122,7 @@ def _stage_command(name: str) -> Callable[..., None]:
         verbose: VerboseOption = False,
     ) -> None:
         with _reporting(verbose):
-            _run_stage(name, config, overrides, output, ray_address, dry_run, as_json)
+            _run(config, overrides, output, ray_address, dry_run, as_json, only=name)
 
     command.__doc__ = _STAGE_HELP[name]
     return command
@@ -155,17 +155,26 @@ for _name in _STAGE_HELP:
     app.command(_name, cls=_StageCommand)(_stage_command(_name))
 
 
-def _run_stage(
-    name: str, config: str, overrides: list[str], output: str, ray_address: str, dry_run: bool, as_json: bool
+def _run(
+    config: str, overrides: list[str], output: str, ray_address: str, dry_run: bool, as_json: bool, only: str = ""
 ) -> None:
+    """All stages of a config, or `only` one; a run of all ends with its summary."""
     from pipelines.run import Run
     from pipelines.stages import load_settings
 
-    run = Run.load(load_settings(config, overrides), output, ray_address, only=name)
+    run = Run.load(load_settings(config, overrides), output, ray_address, only)
     if dry_run:
         _show_plan(run.plan(), as_json)
         return
-    _show_results(run.execute(), as_json)
+    results = run.execute()
+    if not only:
+        if not any(result.did_work for result in results):
+            logger.info("nothing to do: every stage of %s is already complete", run.folder)
+        if not as_json:
+            from pipelines.summary import print_summary
+
+            print_summary(run, results)
+    _show_results(results, as_json)
 
 
 @app.command("run")
@@ -184,7 +193,7 @@ def run_command(
     refused. Example: scone run my.toml -o s3://bucket/runs/web
     """
     with _reporting(verbose):
-        _run_all(config, overrides, output, ray_address, dry_run, as_json)
+        _run(config, overrides, output, ray_address, dry_run, as_json)
 
 
 @app.command("demo")
@@ -202,25 +211,7 @@ def demo_command(
     SCONE with the same main model, tokens, steps and learning rate, on packages that neither has seen.
     """
     with _reporting(verbose):
-        _run_all("demo", overrides, output, ray_address, dry_run, as_json)
-
-
-def _run_all(config: str, overrides: list[str], output: str, ray_address: str, dry_run: bool, as_json: bool) -> None:
-    from pipelines.run import Run
-    from pipelines.stages import load_settings
-
-    run = Run.load(load_settings(config, overrides), output, ray_address)
-    if dry_run:
-        _show_plan(run.plan(), as_json)
-        return
-    results = run.execute()
-    if not any(result.did_work for result in results):
-        logger.info("nothing to do: every stage of %s is already complete", run.folder)
-    if not as_json:
-        from pipelines.summary import print_summary
-
-        print_summary(run, results)
-    _show_results(results, as_json)
+        _run("demo", overrides, output, ray_address, dry_run, as_json)
 
 
 @app.command("generate")

@@ -19,6 +19,20 @@ that it survives the pickling between Ray processes.
 class SconeError(Exception):
     """Base of all errors that this project raises on purpose."""
 
+    def to_dict(self) -> dict[str, str]:
+        """Type and message, for a row or a result that passes through libraries which lose the type."""
+        return {"error": type(self).__name__, "message": str(self)}
+
+
+def error_from_dict(value: dict[str, str]) -> SconeError:
+    """The error that `to_dict` described."""
+    kinds = {kind.__name__: kind for kind in _all_kinds(SconeError)}
+    return kinds[value["error"]](value["message"])
+
+
+def _all_kinds(kind: type[SconeError]) -> list[type[SconeError]]:
+    return [kind, *(below for child in kind.__subclasses__() for below in _all_kinds(child))]
+
 
 class ConfigError(SconeError):
     """A setting is wrong. Raised before any work starts."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -308,11 +307,6 @@ def scratch_folder(name: str) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def file_sha256(folder: Folder, path: str) -> str:
-    """SHA-256 of a small file, for fingerprints that other tools compute too (tokenizers)."""
-    return hashlib.sha256(folder.read_bytes(path)).hexdigest()
 
 
 def _local_sizes(root: str, start: str) -> dict[str, int]:

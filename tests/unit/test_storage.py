@@ -98,7 +98,7 @@ def test_full_disk_is_a_clear_store_error(folder, monkeypatch):
     assert not folder.exists("x")
 
 
-def test_full_disk_for_real_leaves_nothing_half_written():
+def test_no_space_from_the_system_is_explained():
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full here")
     with pytest.raises(StoreError, match="disk is full"):
