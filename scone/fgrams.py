@@ -54,8 +54,13 @@ def rank_order(fgrams: FGrams) -> np.ndarray:
 
     Zero padding never decides: rows are compared by tokens only where their lengths are equal.
     """
-    columns = [fgrams.tokens[:, position] for position in reversed(range(fgrams.tokens.shape[1]))]
-    return np.lexsort((*columns, fgrams.lengths, -fgrams.counts))
+    # Two token ids in a word halve the passes of the sort.
+    tokens = fgrams.tokens.astype(np.uint64)
+    if tokens.shape[1] % 2:
+        tokens = np.pad(tokens, ((0, 0), (0, 1)))
+    words = (tokens[:, ::2] << np.uint64(32)) | tokens[:, 1::2]
+    buckets = fgrams.lengths.astype(np.int64) - (fgrams.counts << 4)
+    return np.lexsort((*words.T[::-1], buckets))
 
 
 def write_fgrams(folder: Folder, path: str, fgrams: FGrams) -> FileEntry:

@@ -49,6 +49,13 @@ class CountHistogram:
         return cls._from_keys(keys, sizes)
 
     @classmethod
+    def of_buckets(cls, counts: np.ndarray, lengths: np.ndarray, sizes: np.ndarray) -> CountHistogram:
+        """From buckets in any order, each of them there once."""
+        keys = _bucket_keys(counts, lengths)
+        order = np.argsort(keys)
+        return cls._from_keys(keys[order], sizes[order])
+
+    @classmethod
     def merge(cls, histograms: Iterable[CountHistogram]) -> CountHistogram:
         """The histogram of all n-grams together; one further histogram is in memory at a time."""
         merged = cls(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))

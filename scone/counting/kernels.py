@@ -1,9 +1,7 @@
 """The kernels of counting, compiled by numba when first used and then kept on disk.
 
-`shape` is (token_bits, slice_bits, section_bits, max_fgram_length, sentinel, num_classes), `heavy` what
-`HeavyPrefixes.tables` gives: both are described in `coding.py`, what the kernels work on in `windows.py` and
-`merging.py`. A key is the 64-bit word `low`, or two words, of which `high` has the leading 64 bits. Where keys
-have one word, `high` is empty.
+`shape` is `WindowCoding.shape`, `heavy` what `WindowCoding.heavy_tables` gives. A key is the 64-bit word `low`, or
+two words, of which `high` has the leading 64 bits. Where keys have one word, `high` is empty.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from numba.core import types
 from numba.extending import intrinsic
 
 U = np.uint64
-LINE = 8  # keys that are written to a slice together: single writes miss the cache and the TLB
 DENSE_COUNTS = 1 << 16  # counts below have a place each in a histogram
 _INSERTION_ROWS = 24
 _MOST_MOVES = 48
@@ -66,7 +63,6 @@ def hash_bigram(first: Any, second: Any) -> Any:
 
 @njit(nogil=True, cache=True)
 def _is_frequent(bits: Any, first: Any, second: Any) -> Any:
-    place = hash_bigram(first, second) >> U(64 - 6) if len(bits) == 1 else U(0)
     place = hash_bigram(first, second) & U(64 * len(bits) - 1)
     return (bits[np.int64(place >> U(6))] >> (place & U(63))) & U(1) != U(0)
 
@@ -93,11 +89,39 @@ def measure_reach(
 
 
 @njit(nogil=True, cache=True)
+def _heavy_key(parent: Any, token: Any) -> Any:
+    return ((U(parent) << U(19)) | U(token)) + U(1)
+
+
+@njit(nogil=True, cache=True)
+def _heavy_place(key: Any, size: Any) -> Any:
+    return np.int64((key * _M1) >> U(32)) & (size - 1)
+
+
+@njit(nogil=True, cache=True)
+def add_heavy(keys: Any, numbers: Any, parent: Any, token: Any, number: Any) -> None:
+    """Put a heavy prefix into the table that `find_heavy` reads."""
+    key = _heavy_key(parent, token)
+    place = _heavy_place(key, len(keys))
+    while keys[place] != U(0):
+        place = (place + 1) & (len(keys) - 1)
+    keys[place], numbers[place] = key, number
+
+
+@njit(nogil=True, cache=True)
+def add_to_filter(filter_words: Any, first: Any, second: Any, token_bits: Any) -> None:
+    """Mark a heavy bigram in the filter that `_may_be_heavy` reads."""
+    mixed = mix((U(first) << U(token_bits)) | U(second), 2 * token_bits)
+    place = mixed >> U(max(0, 2 * token_bits - 16))
+    filter_words[np.int64(place >> U(6))] |= U(1) << (place & U(63))
+
+
+@njit(nogil=True, cache=True)
 def find_heavy(heavy: Any, parent: Any, token: Any) -> Any:
-    """Number of the heavy prefix that is `token` after the prefix `parent` (`first_parent` of one token), or -1."""
+    """Number of the heavy prefix that is `token` after `parent`, or -1; see `WindowCoding.heavy_tables`."""
     keys, numbers, _ = heavy
-    key = ((U(parent) << U(18)) | U(token)) + U(1)
-    place = np.int64((key * _M1) >> U(32)) & (len(keys) - 1)
+    key = _heavy_key(parent, token)
+    place = _heavy_place(key, len(keys))
     while keys[place] != U(0):
         if keys[place] == key:
             return np.int64(numbers[place])
@@ -278,37 +302,36 @@ def _short_key(token_ids: Any, i: Any, size: Any, length: Any, residual: Any, sh
 
 
 @njit(nogil=True, cache=True)
-def radix_sort(keys: Any, starts: Any, first: Any, stop: Any, key_bits: Any, scratch: Any) -> None:
-    """Sort one-word keys inside each of the slices [first, stop); `scratch` has room for the largest."""
+def radix_sort(keys: Any, key_bits: Any, scratch: Any) -> None:
+    """Sort one-word keys; `scratch` has room for them."""
     digit_bits = 11
+    size = len(keys)
+    if size <= _INSERTION_ROWS:
+        for i in range(1, size):
+            key, j = keys[i], i
+            while j > 0 and keys[j - 1] > key:
+                keys[j] = keys[j - 1]
+                j -= 1
+            keys[j] = key
+        return
     ends = np.empty((1 << digit_bits) + 1, np.int64)
     mask = U((1 << digit_bits) - 1)
-    for part in range(first, stop):
-        source, target = keys[starts[part] : starts[part + 1]], scratch[: starts[part + 1] - starts[part]]
-        size = len(source)
-        if size <= _INSERTION_ROWS:
-            for i in range(1, size):
-                key, j = source[i], i
-                while j > 0 and source[j - 1] > key:
-                    source[j] = source[j - 1]
-                    j -= 1
-                source[j] = key
-            continue
-        is_in_scratch = False
-        for shift in range(0, key_bits, digit_bits):
-            ends[:] = 0
-            for i in range(size):
-                ends[np.int64((source[i] >> U(shift)) & mask) + 1] += 1
-            for value in range(1 << digit_bits):
-                ends[value + 1] += ends[value]
-            for i in range(size):
-                digit = np.int64((source[i] >> U(shift)) & mask)
-                target[ends[digit]] = source[i]
-                ends[digit] += 1
-            source, target = target, source
-            is_in_scratch = not is_in_scratch
-        if is_in_scratch:
-            target[:] = source
+    source, target = keys, scratch[:size]
+    is_in_scratch = False
+    for shift in range(0, key_bits, digit_bits):
+        ends[:] = 0
+        for i in range(size):
+            ends[np.int64((source[i] >> U(shift)) & mask) + 1] += 1
+        for value in range(1 << digit_bits):
+            ends[value + 1] += ends[value]
+        for i in range(size):
+            digit = np.int64((source[i] >> U(shift)) & mask)
+            target[ends[digit]] = source[i]
+            ends[digit] += 1
+        source, target = target, source
+        is_in_scratch = not is_in_scratch
+    if is_in_scratch:
+        keys[:] = source
 
 
 @njit(nogil=True, cache=True)
@@ -319,66 +342,48 @@ def gather(order: Any, rows: Any, start: Any, out: Any) -> None:
 
 
 @njit(nogil=True, cache=True)
-def sort_ties(high: Any, low: Any, counts: Any, size: Any) -> None:
-    """Sort by `low` what shares the `high` that the rows are sorted by; `counts` are carried along unless empty.
+def sort_ties(high: Any, low: Any) -> None:
+    """Sort by `low` what shares the `high` that the rows are sorted by.
 
     An insertion sort, which most rows pass with one comparison; a run that moves too much is left to a shell sort.
     """
-    has_counts = len(counts) > 0
+    size = len(low)
     i = 1
     while i < size:
         if high[i] != high[i - 1] or low[i] >= low[i - 1]:
             i += 1
             continue
         key, j = low[i], i
-        count = counts[i] if has_counts else counts_zero(counts)
         limit = i - _MOST_MOVES
         while j > 0 and j > limit and high[j - 1] == high[i] and low[j - 1] > key:
             low[j] = low[j - 1]
-            if has_counts:
-                counts[j] = counts[j - 1]
             j -= 1
         low[j] = key
-        if has_counts:
-            counts[j] = count
         if j == limit:
             first, stop = j, i + 1
             while first > 0 and high[first - 1] == high[i]:
                 first -= 1
             while stop < size and high[stop] == high[i]:
                 stop += 1
-            _shell_sort(low[first:stop], counts[first:stop] if has_counts else counts)
+            _shell_sort(low[first:stop])
             i = stop
         i += 1
 
 
 @njit(nogil=True, cache=True)
-def _shell_sort(low: Any, counts: Any) -> None:
-    size, has_counts = len(low), len(counts) > 0
+def _shell_sort(keys: Any) -> None:
+    size = len(keys)
     gap = 1
     while gap < size // 3:
         gap = 3 * gap + 1
     while gap > 0:
         for i in range(gap, size):
-            key, j = low[i], i
-            if low[j - gap] <= key:
-                continue
-            count = counts[i] if has_counts else counts_zero(counts)
-            while j >= gap and low[j - gap] > key:
-                low[j] = low[j - gap]
-                if has_counts:
-                    counts[j] = counts[j - gap]
+            key, j = keys[i], i
+            while j >= gap and keys[j - gap] > key:
+                keys[j] = keys[j - gap]
                 j -= gap
-            low[j] = key
-            if has_counts:
-                counts[j] = count
+            keys[j] = key
         gap //= 3
-
-
-@njit(nogil=True, cache=True)
-def counts_zero(counts: Any) -> Any:
-    """0 of the counts' type."""
-    return counts.dtype.type(0)
 
 
 @njit(nogil=True, cache=True)
@@ -414,43 +419,74 @@ def encode_runs(high: Any, low: Any, size: Any, out: Any, out_high: Any, out_low
 
 
 @njit(nogil=True, cache=True)
-def add_runs(
-    high: Any, low: Any, counts: Any, size: Any, out: Any, out_high: Any, out_low: Any, out_counts: Any
-) -> Any:
-    """Like `encode_runs`, of rows that have counts already: those of equal keys are added."""
-    if size == 0:
-        return out
-    is_wide = len(high) > 0
-    position, last, total = U(out), U(size - 1), counts_zero(counts)
-    for i in range(U(size)):
-        total += counts[i]
-        out_low[position] = low[i]
-        out_counts[position] = total
-        is_end = i == last or low[i] != low[i + U(1)]
-        if is_wide:
-            out_high[position] = high[i]
-            is_end = is_end or high[i] != high[i + U(1)]
-        position += U(is_end)
-        total = counts_zero(counts) if is_end else total
-    return np.int64(position)
+def encode_slices(high: Any, low: Any, starts: Any, counts: Any, slice_rows: Any) -> Any:
+    """Run-length code sorted slices in place, one after the other without gaps; `slice_rows` gets the rows of each.
+
+    Returns the rows of all.
+    """
+    out = 0
+    for part in range(len(slice_rows)):
+        start, end = starts[part], starts[part + 1]
+        part_high = high[start:end] if len(high) > 0 else high
+        after = encode_runs(part_high, low[start:end], end - start, out, high, low, counts)
+        slice_rows[part] = after - out
+        out = after
+    return out
 
 
 @njit(nogil=True, cache=True)
-def place_rows(
-    high: Any, low: Any, counts: Any, slice_rows: Any, cursors: Any, to_high: Any, to_low: Any, to_counts: Any
-) -> None:
-    """Append the rows of each slice to that slice's rows in the `to` arrays; moves `cursors`."""
-    i = 0
-    for part in range(len(slice_rows)):
-        cursor = cursors[part]
-        for row in range(slice_rows[part]):
-            to_low[cursor + row] = low[i + row]
-            to_counts[cursor + row] = counts[i + row]
-        if len(to_high):
-            for row in range(slice_rows[part]):
-                to_high[cursor + row] = high[i + row]
-        i += slice_rows[part]
-        cursors[part] = cursor + slice_rows[part]
+def merge_slices(
+    a_high: Any,
+    a_low: Any,
+    a_counts: Any,
+    a_starts: Any,
+    b_high: Any,
+    b_low: Any,
+    b_counts: Any,
+    b_starts: Any,
+    out_high: Any,
+    out_low: Any,
+    out_counts: Any,
+    out_rows: Any,
+) -> Any:
+    """Merge two sets of sorted, distinct rows slice by slice; counts of equal keys are added. Returns the rows written.
+
+    `out_rows` gets the rows of each slice. Steps in both inputs are computed, not branched on: which key is the
+    smaller one cannot be predicted.
+    """
+    is_wide = len(a_high) > 0
+    out = U(0)
+    for part in range(len(out_rows)):
+        first = out
+        i, a_end = U(a_starts[part]), U(a_starts[part + 1])
+        j, b_end = U(b_starts[part]), U(b_starts[part + 1])
+        while i < a_end and j < b_end:
+            a_key, b_key = a_low[i], b_low[j]
+            takes_a, takes_b = a_key <= b_key, b_key <= a_key
+            if is_wide:
+                a_first, b_first = a_high[i], b_high[j]
+                takes_a = (a_first < b_first) | ((a_first == b_first) & takes_a)
+                takes_b = (b_first < a_first) | ((a_first == b_first) & takes_b)
+                out_high[out] = a_first if takes_a else b_first
+            out_low[out] = a_key if takes_a else b_key
+            out_counts[out] = a_counts[i] * takes_a + b_counts[j] * takes_b
+            i += U(takes_a)
+            j += U(takes_b)
+            out += U(1)
+        while i < a_end:
+            if is_wide:
+                out_high[out] = a_high[i]
+            out_low[out], out_counts[out] = a_low[i], a_counts[i]
+            i += U(1)
+            out += U(1)
+        while j < b_end:
+            if is_wide:
+                out_high[out] = b_high[j]
+            out_low[out], out_counts[out] = b_low[j], b_counts[j]
+            j += U(1)
+            out += U(1)
+        out_rows[part] = out - first
+    return np.int64(out)
 
 
 @njit(nogil=True, cache=True)
@@ -498,31 +534,30 @@ def walk(
     row_counts: Any,
     starts: Any,
     first: Any,
-    stop: Any,
     first_slice: Any,
     shape: Any,
-    thresholds: Any,
+    min_counts: Any,
+    wanted_counts: Any,
     dense: Any,
     tokens: Any,
     lengths: Any,
     counts: Any,
 ) -> Any:
-    """Find the n-grams with thresholds[n] or more in the slices [first, stop) of sorted, distinct rows.
+    """Find the n-grams that occur min_counts[n] times or more in slices of sorted, distinct rows, from `first` on.
 
     Every n-gram is a prefix of the windows that start where it does: one pass keeps, for each n, where the current
     run of equal n-token prefixes began.
 
-    With `tokens` [_, K] empty they are only counted: into dense[n, count], or where the count has no place there, into
-    `lengths` and `counts`. Else they are written to `tokens`, `lengths` and `counts`. Stops at the first slice whose
-    n-grams might not find room. Returns (next slice, n-grams written).
+    dense[n, count] is their histogram. Those that occur wanted_counts[n] times or more, or too often to have a place
+    there, are written to `tokens` [_, K], `lengths` and `counts`. Stops before the first slice whose n-grams might
+    not find room. Returns (next slice, n-grams written).
     """
     token_bits, slice_bits, section_bits, max_length, sentinel, num_classes = shape
-    is_wide, is_emitting = len(high) > 0, len(tokens) > 0
+    is_wide = len(high) > 0
     inner_bits = slice_bits - section_bits
     key_bits = max_length * token_bits - slice_bits
-    lowest = thresholds[2]
-    for n in range(2, max_length + 1):
-        lowest = min(lowest, thresholds[n])
+    lowest = min_counts[2:].min()
+    least_written = min(DENSE_COUNTS, wanted_counts[2:].min())
     # shared_tokens[z]: leading tokens shared by keys whose first difference is at bit z of 128
     shared_tokens = np.zeros(129, np.int64)
     for zeros in range(129):
@@ -532,19 +567,20 @@ def walk(
                 shared_tokens[zeros] = n
     run_row = np.zeros(max_length + 1, np.int64)
     run_total = np.zeros(max_length + 1, np.int64)
-    pair = np.zeros(max_length, np.uint32)
+    decoded = np.zeros(max_length, np.uint32)
     out = 0
-    for part in range(first, stop):
+    for part in range(first, len(starts) - 1):
         start, end = starts[part], starts[part + 1]
         if start == end:
             continue
-        mass = np.int64(0)
-        for i in range(start, end):
-            mass += np.int64(row_counts[i])
-        least = lowest if is_emitting else max(lowest, DENSE_COUNTS)
-        most = min((max_length - 1) * (mass // least), (max_length - 1) * (end - start))
+        most = (max_length - 1) * (end - start)
         if out + most > len(counts):
-            return part, out
+            mass = np.int64(0)
+            for i in range(start, end):
+                mass += np.int64(row_counts[i])
+            most = min(most, (max_length - 1) * (mass // least_written))
+            if out + most > len(counts):
+                return part, out
         light_length = ((first_slice + part) >> inner_bits) % num_classes + 2
         total = np.int64(0)
         for n in range(max_length + 1):
@@ -554,37 +590,35 @@ def walk(
             total += np.int64(row_counts[i])
             shared = light_length - 1
             if i + 1 < end:
-                difference = low[i] ^ low[i + 1]
                 if is_wide and high[i] != high[i + 1]:
                     shared = shared_tokens[np.int64(_leading_zeros(high[i] ^ high[i + 1]))]
                 else:
-                    shared = shared_tokens[64 + np.int64(_leading_zeros(difference))]
+                    shared = shared_tokens[64 + np.int64(_leading_zeros(low[i] ^ low[i + 1]))]
                 shared = max(shared, light_length - 1)
             for n in range(shared + 1, max_length + 1):
                 count = total - run_total[n]
                 if count < lowest:
                     break
                 row = run_row[n]
-                if count < thresholds[n]:
-                    continue
+                row_high = high[row] if is_wide else U(0)
                 if n > light_length:
-                    row_high = high[row] if is_wide else U(0)
                     if _field(row_high, low[row], token_bits * (max_length - n), token_bits) == U(sentinel):
                         break
                 elif n > 2:
-                    _decode(high[row] if is_wide else U(0), low[row], first_slice + part, n, shape, pair)
-                    if pair[n - 1] == sentinel:
+                    _decode(row_high, low[row], first_slice + part, n, shape, decoded)
+                    if decoded[n - 1] == sentinel:
                         break
-                if not is_emitting:
-                    if count < DENSE_COUNTS:
-                        dense[n, count] += 1
+                if count < min_counts[n]:
+                    continue
+                if count < DENSE_COUNTS:
+                    dense[n, count] += 1
+                    if count < wanted_counts[n]:
                         continue
-                else:
-                    _decode(high[row] if is_wide else U(0), low[row], first_slice + part, n, shape, tokens[out])
+                _decode(row_high, low[row], first_slice + part, n, shape, tokens[out])
                 lengths[out] = n
                 counts[out] = count
                 out += 1
             for n in range(shared + 1, max_length + 1):
                 run_row[n] = i + 1
                 run_total[n] = total
-    return stop, out
+    return len(starts) - 1, out
