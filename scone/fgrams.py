@@ -15,6 +15,7 @@ from scone.storage import FileEntry, Folder
 _SCHEMA = pa.schema([("tokens", pa.list_(pa.uint32())), ("count", pa.int64())])
 # A range of rows is read by whole row groups; 64 Ki rows of five tokens are about 1 MiB.
 _ROW_GROUP_ROWS = 1 << 16
+_FEW_ROWS = 1 << 13  # up to here a plain sort is faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +55,26 @@ def rank_order(fgrams: FGrams) -> np.ndarray:
 
     Zero padding never decides: rows are compared by tokens only where their lengths are equal.
     """
-    # Two token ids in a word halve the passes of the sort.
-    tokens = fgrams.tokens.astype(np.uint64)
-    if tokens.shape[1] % 2:
-        tokens = np.pad(tokens, ((0, 0), (0, 1)))
-    words = (tokens[:, ::2] << np.uint64(32)) | tokens[:, 1::2]
-    buckets = fgrams.lengths.astype(np.int64) - (fgrams.counts << 4)
-    return np.lexsort((*words.T[::-1], buckets))
+    if len(fgrams) < _FEW_ROWS:
+        return _order_few(fgrams)
+    from scone.rank_kernels import NUM_COUNTS, order_by_count  # readers that never rank need no numba
+
+    is_large = fgrams.counts >= NUM_COUNTS
+    large = np.flatnonzero(is_large)
+    large = large[_order_few(fgrams.take(large))]
+    rest = np.flatnonzero(~is_large) if len(large) else slice(None)
+    part = fgrams.take(rest)
+    token_bits = max(1, int(part.tokens.max(initial=0)).bit_length())
+    leading = np.zeros(len(part), np.uint64)
+    for tokens in part.tokens.T[: 64 // token_bits]:
+        leading = (leading << np.uint64(token_bits)) | tokens
+    order = np.empty(len(part), np.int64)
+    order_by_count(np.argsort(leading), leading, part.tokens, part.lengths, part.counts, order)
+    return np.concatenate([large, rest[order]]) if isinstance(rest, np.ndarray) else order
+
+
+def _order_few(fgrams: FGrams) -> np.ndarray:
+    return np.lexsort((*fgrams.tokens.T[::-1], fgrams.lengths, -fgrams.counts))
 
 
 def write_fgrams(folder: Folder, path: str, fgrams: FGrams) -> FileEntry:

@@ -15,7 +15,7 @@ import numpy as np
 from scone.counting import kernels
 from scone.counting.coding import WindowCoding
 from scone.counting.windows import Windows
-from scone.fgrams import FGrams, rank_order
+from scone.fgrams import FGrams
 from scone.selection import CountHistogram
 
 _BUFFER_ROWS = 1 << 19
@@ -34,7 +34,7 @@ class Survivors:
     """The frequent n-grams of a range of slices."""
 
     fgrams: FGrams
-    """In rank order; of each length n those that occur complete_from[n] times or more."""
+    """In no order; of each length n those that occur complete_from[n] times or more."""
     histogram: CountHistogram
     """Of all that occur often enough, whether kept or not."""
     complete_from: np.ndarray
@@ -84,7 +84,6 @@ class SurvivorCollector:
         """What was found so far."""
         self._drop_infrequent()
         fgrams = FGrams.concatenate([FGrams.empty(self.coding.max_fgram_length), *self._kept])
-        fgrams = fgrams.take(rank_order(fgrams))
         lengths, counts = np.nonzero(self._dense)
         dense = CountHistogram.of_buckets(counts, lengths, self._dense[lengths, counts])
         return Survivors(fgrams, CountHistogram.merge([dense, *self._frequent]), self._complete_from.copy())
