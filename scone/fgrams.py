@@ -13,8 +13,8 @@ from scone.errors import CorruptArtifactError
 from scone.storage import FileEntry, Folder
 
 _SCHEMA = pa.schema([("tokens", pa.list_(pa.uint32())), ("count", pa.int64())])
-# A range of rows is read by whole row groups; 64 Ki rows of five tokens are about 1 MiB.
-_ROW_GROUP_ROWS = 1 << 16
+# A range of rows is read by whole row groups; 16 Ki rows of five tokens are about 256 KiB.
+_ROW_GROUP_ROWS = 1 << 14
 _FEW_ROWS = 1 << 13  # up to here a plain sort is faster
 
 

@@ -4,12 +4,12 @@ All n-grams of one count and one length are a bucket. Rank order is count descen
 ids ascending, so the ranking is a row of buckets, each ordered by token ids. Histograms of bucket sizes give
 the cutoff and the rank at which every bucket begins; only the bucket at the cutoff is cut inside. A sub-gram
 is never rarer and always shorter than what contains it, so whatever S is, what is kept is closed under
-sub-grams.
+sub-grams, unless lengths have bounds of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ from scone.fgrams import FGrams, rank_order
 from scone.storage import FileEntry, Folder
 
 _LENGTH_BITS = 4
+_NEVER = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +69,36 @@ class CountHistogram:
             merged = cls._from_keys(keys, sizes)
         return merged
 
-    def first(self, num_fgrams: int) -> CountHistogram:
-        """The buckets of the first `num_fgrams` of the ranking; the last one may be cut."""
-        ends = np.cumsum(self.sizes)
-        num_buckets = int(np.searchsorted(ends, min(num_fgrams, self.total))) + 1
-        sizes = self.sizes[:num_buckets].copy()
-        sizes[-1:] -= max(0, int(sizes.sum()) - num_fgrams)
-        return CountHistogram(self.counts[:num_buckets], self.lengths[:num_buckets], sizes)
+    def select(self, num_fgrams: int, most_by_length: Mapping[int, int] | None = None) -> CountHistogram:
+        """The buckets of the first `num_fgrams` of the ranking, cut inside where they end.
 
-    def rows_between(self, first: Bucket, last: Bucket) -> tuple[int, int, int]:
-        """Rows of the ranking from `first` to `last`, both included: (start, start of `last`, stop)."""
+        `most_by_length` bounds the f-grams of some lengths; more frequent ones go first, and what a bound leaves out
+        makes room for others.
+        """
+        kept = self.sizes.copy()
+        for length, most in (most_by_length or {}).items():
+            rows = self.lengths == length
+            kept[rows] = _take_first(kept[rows], most)
+        kept = _take_first(kept, num_fgrams)
+        rows = kept > 0
+        return CountHistogram(self.counts[rows], self.lengths[rows], kept[rows])
+
+    def complete_from(self, counts: np.ndarray) -> CountHistogram:
+        """The buckets of at least counts[n] occurrences for each length n."""
+        rows = self.counts >= counts[self.lengths]
+        return CountHistogram(self.counts[rows], self.lengths[rows], self.sizes[rows])
+
+    def rows_of(self, ranges: Sequence[RankRange]) -> np.ndarray:
+        """int64 [ranges, 2]: the rows of each range in the ranking of this histogram's n-grams.
+
+        Of a range's last bucket only as many as the range keeps of it: no partition has more of the kept ones.
+        """
         keys, ends = _bucket_keys(self.counts, self.lengths), np.concatenate([[0], np.cumsum(self.sizes)])
-        return (
-            int(ends[np.searchsorted(keys, first.key)]),
-            int(ends[np.searchsorted(keys, last.key)]),
-            int(ends[np.searchsorted(keys, last.key, side="right")]),
-        )
+        first, last = (np.array([bucket.key for bucket in side]) for side in zip(*((r.first, r.last) for r in ranges)))
+        last_start = ends[np.searchsorted(keys, last)]
+        stop = ends[np.searchsorted(keys, last, side="right")]
+        last_sizes = np.array([part.last_size for part in ranges])
+        return np.stack([ends[np.searchsorted(keys, first)], np.minimum(stop, last_start + last_sizes)], axis=1)
 
     @classmethod
     def _from_keys(cls, keys: np.ndarray, sizes: np.ndarray) -> CountHistogram:
@@ -114,6 +129,25 @@ class RankRange:
     """f-grams of its last bucket that are kept."""
 
 
+@dataclass(frozen=True, slots=True)
+class Cutoff:
+    """Where the selection ends, for each length n (index 0 to K)."""
+
+    counts: tuple[int, ...]
+    """All that occur more often are kept."""
+    sizes: tuple[int, ...]
+    """So many of those that occur just as often are kept, in rank order."""
+
+    @classmethod
+    def of(cls, selected: CountHistogram, max_fgram_length: int) -> Cutoff:
+        counts, sizes = [], []
+        for length in range(max_fgram_length + 1):
+            rows = np.flatnonzero(selected.lengths == length)
+            counts.append(int(selected.counts[rows[-1]]) if len(rows) else _NEVER)
+            sizes.append(int(selected.sizes[rows[-1]]) if len(rows) else 0)
+        return cls(tuple(counts), tuple(sizes))
+
+
 def rank_ranges(selected: CountHistogram, rows_per_range: int) -> Iterator[RankRange]:
     """Cut a ranking into ranges of about `rows_per_range` f-grams, at bucket edges."""
     start, size = 0, 0
@@ -125,10 +159,16 @@ def rank_ranges(selected: CountHistogram, rows_per_range: int) -> Iterator[RankR
             start, size = bucket + 1, 0
 
 
-def rank_rows(pieces: Sequence[FGrams], size: int) -> FGrams:
-    """The first `size` rows, in rank order, of n-grams from several partitions."""
+def rank_rows(pieces: Sequence[FGrams], cutoff: Cutoff) -> FGrams:
+    """The selected ones of n-grams from several partitions, whose buckets are together, in rank order."""
     together = FGrams.concatenate(pieces)
-    return together.take(rank_order(together)[:size])
+    together = together.take(rank_order(together))
+    cut_counts = np.array(cutoff.counts)[together.lengths]
+    is_kept = together.counts > cut_counts
+    is_cut = together.counts == cut_counts
+    for length, size in enumerate(cutoff.sizes):
+        is_kept[np.flatnonzero(is_cut & (together.lengths == length))[:size]] = True
+    return together.take(is_kept)
 
 
 def write_histogram(folder: Folder, path: str, histogram: CountHistogram) -> FileEntry:
@@ -150,6 +190,12 @@ def read_histogram(folder: Folder, entry: FileEntry) -> CountHistogram:
         raise CorruptArtifactError(
             f"{folder.locate(entry.path)} is not a count histogram ({error}); delete it and run the stage again"
         ) from error
+
+
+def _take_first(sizes: np.ndarray, most: int) -> np.ndarray:
+    """What is left of consecutive sizes when `most` are taken in all."""
+    before = np.cumsum(sizes) - sizes
+    return np.clip(most - before, 0, sizes)
 
 
 def _bucket_keys(counts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -85,15 +85,10 @@ class CountObject:
     """Reads sections of a count object by ranges of bytes."""
 
     def __init__(self, folder: Folder, entry: FileEntry, coding: WindowCoding, codec: Codec) -> None:
-        """Reads nothing yet but the file's size.
-
-        Raises:
-            CorruptArtifactError: Missing, truncated, or too short for a count object of this coding.
-        """
+        """Reads nothing yet. Raises CorruptArtifactError where the entry is too small for a count object of this coding."""
         self._folder, self._entry, self._coding, self._codec = folder, entry, coding, codec
         self._num_entries = coding.num_sections + 1
         self._directory_start = entry.num_bytes - _TRAILER.size - self._num_entries * _ENTRY.itemsize
-        folder.check_size(entry)
         if self._directory_start < 0:
             raise self._corrupt("it is too short for a count object of this plan")
 
@@ -109,16 +104,21 @@ class CountObject:
         if trailer != _TRAILER.pack(_MAGIC, *numbers, xxhash.xxh3_64_intdigest(directory)):
             raise self._corrupt("its directory is not that of this plan")
 
-    def read(self, first_section: int, stop_section: int) -> Windows:
-        """The windows of a range of sections. Raises CorruptArtifactError where they were altered."""
+    def read(self, first_section: int, stop_section: int) -> tuple[Windows, int]:
+        """The windows of a range of sections, and the bytes read for them.
+
+        Raises:
+            CorruptArtifactError: The file is missing, truncated or altered.
+        """
         coding = self._coding
+        contents = self._contents(first_section, stop_section)
+        num_bytes = sum(len(content) for content, _ in contents)
         parts = [
-            self._decode(content, rows, section)
-            for section, (content, rows) in enumerate(self._contents(first_section, stop_section), first_section)
+            self._decode(content, rows, section) for section, (content, rows) in enumerate(contents, first_section)
         ]
         columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
         high = columns.pop(1) if coding.num_words > 1 else np.zeros(0, np.uint64)
-        return Windows(high, columns[1], columns[2], columns[0])
+        return Windows(high, columns[1], columns[2], columns[0]), num_bytes
 
     def heavy_counts(self) -> np.ndarray:
         """int64 [heavy prefixes]. Raises CorruptArtifactError where they were altered."""
@@ -161,7 +161,13 @@ class CountObject:
         return [slice_rows, *words, counts]
 
     def _read(self, start: int, stop: int) -> bytes:
-        return self._folder.read_bytes(self._entry.path, start, stop)
+        try:
+            content = self._folder.read_bytes(self._entry.path, start, stop)
+        except FileNotFoundError as error:
+            raise self._corrupt("it is missing") from error
+        if len(content) != stop - start:
+            raise self._corrupt(f"it is shorter than the {self._entry.num_bytes:,} bytes that were written")
+        return content
 
     def _corrupt(self, problem: str) -> CorruptArtifactError:
         where = self._folder.locate(self._entry.path)

@@ -155,4 +155,3 @@ def _ranges(slice_rows: np.ndarray, max_rows: int) -> Iterator[tuple[int, int]]:
         stop = min(max(stop, first + 1), len(slice_rows))
         yield first, stop
         first = stop
-

@@ -11,8 +11,8 @@ from scone.counting.survivors import SurvivorCollector
 from scone.counting.windows import UnitWindows, in_threads
 from scone.fgrams import FGrams, rank_order
 
-_SLICE_WINDOWS = 8192  # 64 or 128 KiB of keys: a slice is sorted in the cache
-_PASS_WINDOWS = 1 << 24
+_SLICE_WINDOWS = 16384  # 128 or 256 KiB of keys: a slice is sorted in the cache
+_PASS_WINDOWS = 1 << 26
 _MAX_SECTION_BITS = 8
 
 
@@ -28,7 +28,7 @@ def count_ngrams(
 ) -> FGrams:
     """All n-grams of 2 to K tokens that occur `min_count` times or more, in rank order.
 
-    Takes up to 5 bytes per token, and 12 or 20 more for each of the 16 M windows that a thread works on at a time.
+    Takes up to 5 bytes per token, and 12 or 20 more for each of the 64 M windows that a thread works on at a time.
 
     Args:
         token_ids: uint32 [N]; fewer than 2^32.

@@ -90,9 +90,11 @@ class SurvivorCollector:
 
     def _keep(self, found: FGrams) -> None:
         self._frequent.append(CountHistogram.of(found.take(found.counts >= kernels.DENSE_COUNTS)))
-        found = found.take(found.counts >= self._complete_from[found.lengths])  # a copy: the buffer is used again
-        self._kept.append(found)
-        self._num_kept += len(found)
+        is_wanted = found.counts >= self._complete_from[found.lengths]
+        # A copy in any case: the buffer is used again.
+        kept = found.take(is_wanted) if not is_wanted.all() else FGrams.concatenate([found])
+        self._kept.append(kept)
+        self._num_kept += len(kept)
         if self._quotas and self._num_kept > self._limit:
             self._raise_thresholds()
 
@@ -110,6 +112,8 @@ class SurvivorCollector:
         self._drop_infrequent()
 
     def _drop_infrequent(self) -> None:
+        if not self._quotas:
+            return
         self._kept = [part.take(part.counts >= self._complete_from[part.lengths]) for part in self._kept]
         self._num_kept = sum(map(len, self._kept))
 
