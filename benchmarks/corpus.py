@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -263,7 +263,7 @@ def shuffle_documents(output: Path) -> Path:
     temporary = output / "text.partial"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    for number, (start, stop) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for number, (start, stop) in enumerate(pairwise(starts)):
         rows = table.take(pa.array(order[start:stop]))
         pq.write_table(rows, temporary / f"{number:05d}.parquet", compression="zstd")
     temporary.rename(target)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -184,7 +184,8 @@ class _Reused:
     def units_of(self, tokens: _Input) -> tuple[list[CountedUnit], set[str]]:
         """The kept units all of whose shards are among the tokens, and the checksums of those shards."""
         present = {shard.entry.xxh3_128 for _, shard in tokens.shards}
-        units, covered = [], set()
+        units: list[CountedUnit] = []
+        covered: set[str] = set()
         for path, unit in self.manifest.statistics["units"].items():
             if present.issuperset(unit["shards"]) and not covered.intersection(unit["shards"]):
                 units.append(CountedUnit(self.folder, self.manifest.file(path), unit["codec"]))
@@ -247,9 +248,8 @@ def plan(config: CountConfig, context: StageContext) -> dict[str, Any]:
     sizes = {shard.entry.xxh3_128: shard.num_tokens for _, shard in tokens.shards}
     largest_unit = max((sum(sizes[shard] for shard in unit) for unit in made.units), default=0)
     work_bytes = int(_ROWS_PER_TOKEN * tokens.num_tokens * (row_bytes - 3))  # most counts take a byte on disk
-    passes = math.ceil(
-        largest_unit * row_bytes / max(1, config.max_memory - PROCESS_BYTES - TOKEN_BYTES * largest_unit)
-    )
+    free = config.max_memory - PROCESS_BYTES - TOKEN_BYTES * largest_unit
+    passes = math.ceil(largest_unit * row_bytes / max(1, free))
     return {
         "tokens": tokens.num_tokens,
         "documents": tokens.num_documents,
@@ -533,8 +533,8 @@ def _check_memory(config: CountConfig, tokens: _Input, shards: Sequence[TokenSha
     needed = PROCESS_BYTES + TOKEN_BYTES * largest.num_tokens + (64 << 20)
     if needed > config.max_memory:
         raise ConfigError(
-            f"count.max_memory is {format_bytes(config.max_memory)}, the shard {largest.entry.path} of {tokens.name} with "
-            f"{largest.num_tokens:,} tokens needs {format_bytes(needed)}; raise it, or tokenize into smaller shards"
+            f"count.max_memory is {format_bytes(config.max_memory)}, the shard {largest.entry.path} of {tokens.name} "
+            f"with {largest.num_tokens:,} tokens needs {format_bytes(needed)}; raise it, or tokenize into smaller shards"
         )
 
 

@@ -1,4 +1,4 @@
-"""What the workers of the count stage do: sample, map, reduce, rank, index. `count.py` says how they follow each other."""
+"""What the workers of the count stage do. `count.py` says how the groups of units follow each other."""
 
 from __future__ import annotations
 

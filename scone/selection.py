@@ -94,7 +94,7 @@ class CountHistogram:
         Of a range's last bucket only as many as the range keeps of it: no partition has more of the kept ones.
         """
         keys, ends = _bucket_keys(self.counts, self.lengths), np.concatenate([[0], np.cumsum(self.sizes)])
-        first, last = (np.array([bucket.key for bucket in side]) for side in zip(*((r.first, r.last) for r in ranges)))
+        first, last = (np.array([getattr(part, edge).key for part in ranges], np.int64) for edge in ("first", "last"))
         last_start = ends[np.searchsorted(keys, last)]
         stop = ends[np.searchsorted(keys, last, side="right")]
         last_sizes = np.array([part.last_size for part in ranges])
@@ -195,7 +195,8 @@ def read_histogram(folder: Folder, entry: FileEntry) -> CountHistogram:
 def _take_first(sizes: np.ndarray, most: int) -> np.ndarray:
     """What is left of consecutive sizes when `most` are taken in all."""
     before = np.cumsum(sizes) - sizes
-    return np.clip(most - before, 0, sizes)
+    taken: np.ndarray = np.clip(most - before, 0, sizes)
+    return taken
 
 
 def _bucket_keys(counts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

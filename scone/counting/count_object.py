@@ -85,7 +85,7 @@ class CountObject:
     """Reads sections of a count object by ranges of bytes."""
 
     def __init__(self, folder: Folder, entry: FileEntry, coding: WindowCoding, codec: Codec) -> None:
-        """Reads nothing yet. Raises CorruptArtifactError where the entry is too small for a count object of this coding."""
+        """Reads nothing yet. Raises CorruptArtifactError where the file is too small for this coding."""
         self._folder, self._entry, self._coding, self._codec = folder, entry, coding, codec
         self._num_entries = coding.num_sections + 1
         self._directory_start = entry.num_bytes - _TRAILER.size - self._num_entries * _ENTRY.itemsize

@@ -71,7 +71,7 @@ class WindowMerge:
                 yield 0, self._groups.pop().windows
             return
         self._spill()
-        rows = sum(run.slice_rows for run in self._runs)
+        rows = np.sum([run.slice_rows for run in self._runs], axis=0)
         row_bytes = max(run.row_bytes for run in self._runs)
         for first, stop in _ranges(rows, self._budget_bytes // row_bytes):
             pieces = [_Group(run.read(first, stop), run.occurrences) for run in self._runs]

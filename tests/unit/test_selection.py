@@ -12,6 +12,7 @@ from scone.errors import CorruptArtifactError
 from scone.fgrams import FGrams, rank_order
 from scone.selection import (
     CountHistogram,
+    Cutoff,
     RankRange,
     rank_ranges,
     rank_rows,
@@ -37,13 +38,15 @@ def ngrams_of(fgrams: FGrams) -> list[Ngram]:
     return [tuple(tokens[:n]) for tokens, n in zip(fgrams.tokens.tolist(), fgrams.lengths.tolist(), strict=True)]
 
 
-def read_range(partitions: list[FGrams], part: RankRange) -> FGrams:
-    """What one ranked file holds, read from each partition by its own histogram."""
-    pieces = []
-    for fgrams in partitions:
-        start, last_start, stop = CountHistogram.of(fgrams).rows_between(part.first, part.last)
-        pieces.append(fgrams.take(slice(start, min(stop, last_start + part.last_size))))
-    return rank_rows(pieces, part.size)
+def read_ranges(partitions: list[FGrams], ranges: list[RankRange], cutoff: Cutoff) -> list[FGrams]:
+    """What the ranked files hold, read from each partition by its own histogram."""
+    rows = [CountHistogram.of(fgrams).rows_of(ranges) for fgrams in partitions]
+    return [
+        rank_rows(
+            [fgrams.take(slice(*part_rows[i])) for fgrams, part_rows in zip(partitions, rows, strict=True)], cutoff
+        )
+        for i in range(len(ranges))
+    ]
 
 
 def count_ngrams(tokens: list[int]) -> dict[Ngram, int]:
@@ -54,9 +57,12 @@ def count_ngrams(tokens: list[int]) -> dict[Ngram, int]:
 texts = st.lists(st.integers(0, 3), min_size=2, max_size=60)
 
 
-@given(texts, st.integers(1, 4), st.integers(1, 200), st.integers(1, 20))
+bounds = st.dictionaries(st.integers(2, MAX_LENGTH), st.integers(1, 8), max_size=2)
+
+
+@given(texts, st.integers(1, 4), st.integers(1, 200), st.integers(1, 20), bounds)
 def test_selection_is_the_head_of_the_sorted_whole(
-    tokens: list[int], num_partitions: int, num_fgrams: int, rows_per_range: int
+    tokens: list[int], num_partitions: int, num_fgrams: int, rows_per_range: int, most_by_length: dict[int, int]
 ) -> None:
     counts = count_ngrams(tokens)
     by_partition: list[dict[Ngram, int]] = [{} for _ in range(num_partitions)]
@@ -66,12 +72,18 @@ def test_selection_is_the_head_of_the_sorted_whole(
 
     histogram = CountHistogram.merge(CountHistogram.of(part) for part in partitions)
     assert histogram.total == len(counts)
-    selected = histogram.first(num_fgrams)
+    selected = histogram.select(num_fgrams, most_by_length)
     ranges = list(rank_ranges(selected, rows_per_range))
-    ranked = [ngram for part in ranges for ngram in ngrams_of(read_range(partitions, part))]
+    files = read_ranges(partitions, ranges, Cutoff.of(selected, MAX_LENGTH))
 
-    expected = sorted(counts, key=lambda ngram: (-counts[ngram], len(ngram), ngram))[:num_fgrams]
-    assert ranked == expected
+    left, expected = Counter(most_by_length), []
+    for ngram in sorted(counts, key=lambda ngram: (-counts[ngram], len(ngram), ngram)):
+        if len(ngram) not in most_by_length or left[len(ngram)]:
+            left[len(ngram)] -= 1
+            expected.append(ngram)
+    expected = expected[:num_fgrams]
+    assert [ngram for part in files for ngram in ngrams_of(part)] == expected
+    assert [len(part) for part in files] == [part.size for part in ranges]
     assert selected.total == len(expected)
     assert selected.num_by_length == dict(sorted(Counter(map(len, expected)).items()))
 
@@ -86,10 +98,11 @@ def test_every_prefix_of_the_ranking_is_closed_under_sub_grams(tokens: list[int]
 
 def test_ties_at_the_cutoff_go_to_the_shorter_then_to_smaller_token_ids() -> None:
     fgrams = fgrams_of({(5, 5): 3, (5, 5, 5): 2, (9, 1): 2, (1, 9): 2, (1, 2): 1})
-    selected = CountHistogram.of(fgrams).first(2)
+    selected = CountHistogram.of(fgrams).select(2)
     (part,) = rank_ranges(selected, 100)
     assert (part.size, part.last_size, part.last.count, part.last.length) == (2, 1, 2, 2)
-    assert ngrams_of(read_range([fgrams], part)) == [(5, 5), (1, 9)]
+    (ranked,) = read_ranges([fgrams], [part], Cutoff.of(selected, MAX_LENGTH))
+    assert ngrams_of(ranked) == [(5, 5), (1, 9)]
 
 
 def test_ranges_end_at_bucket_edges() -> None:
@@ -101,7 +114,7 @@ def test_ranges_end_at_bucket_edges() -> None:
 def test_no_ngrams_give_no_ranges() -> None:
     empty = CountHistogram.merge([CountHistogram.of(FGrams.empty(MAX_LENGTH))])
     assert empty.total == 0
-    assert list(rank_ranges(empty.first(10), 5)) == []
+    assert list(rank_ranges(empty.select(10), 5)) == []
 
 
 def test_histograms_read_back(tmp_path: Path) -> None:
