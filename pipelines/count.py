@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -144,9 +145,13 @@ class _Input:
         return dict(zip(names, (tokens.manifest for tokens in self.artifacts), strict=True))
 
     @property
-    def shards(self) -> list[tuple[int, TokenShard]]:
-        """(number of the artifact, shard), in order."""
-        return [(number, shard) for number, tokens in enumerate(self.artifacts) for shard in tokens.shards[_SPLIT]]
+    def shards(self) -> dict[str, TokenShard]:
+        """In order, by "number of the artifact:path"."""
+        return {
+            f"{number}:{shard.entry.path}": shard
+            for number, tokens in enumerate(self.artifacts)
+            for shard in tokens.shards[_SPLIT]
+        }
 
     def to_count(self) -> TokensToCount:
         folders = tuple(tokens.folder for tokens in self.artifacts)
@@ -181,15 +186,17 @@ class _Reused:
         except (KeyError, TypeError) as error:
             raise CorruptArtifactError(f"the manifest of {folder} does not say its coding; count anew") from error
 
-    def units_of(self, tokens: _Input) -> tuple[list[CountedUnit], set[str]]:
+    def units_of(self, tokens: _Input) -> tuple[list[CountedUnit], Counter[str]]:
         """The kept units all of whose shards are among the tokens, and the checksums of those shards."""
-        present = {shard.entry.xxh3_128 for _, shard in tokens.shards}
+        left = Counter(shard.entry.xxh3_128 for shard in tokens.shards.values())
         units: list[CountedUnit] = []
-        covered: set[str] = set()
+        covered: Counter[str] = Counter()
         for path, unit in self.manifest.statistics["units"].items():
-            if present.issuperset(unit["shards"]) and not covered.intersection(unit["shards"]):
+            needed = Counter(unit["shards"])
+            if needed <= left:
                 units.append(CountedUnit(self.folder, self.manifest.file(path), unit["codec"]))
-                covered.update(unit["shards"])
+                left -= needed
+                covered += needed
         return units, covered
 
 
@@ -201,15 +208,20 @@ class CountPlan:
     section_bits: int
     num_partitions: int
     units: tuple[tuple[str, ...], ...]
-    """Checksums of the token shards of each map unit."""
+    """Token shards of each map unit."""
     max_memory: int
 
     @classmethod
     def make(cls, config: CountConfig, tokens: _Input, reused: _Reused | None = None) -> CountPlan:
         """Raises ConfigError where exact keys cannot hold the vocabulary, or the memory not the largest shard."""
-        _, covered = reused.units_of(tokens) if reused else ([], set())
-        shards = [shard for _, shard in tokens.shards if shard.entry.xxh3_128 not in covered]
-        _check_memory(config, tokens, shards)
+        shards = tokens.shards
+        if reused:
+            _, covered = reused.units_of(tokens)
+            for name, shard in tokens.shards.items():
+                if covered[shard.entry.xxh3_128]:
+                    covered[shard.entry.xxh3_128] -= 1
+                    shards.pop(name)
+        _check_memory(config, tokens, shards.values())
         free = config.max_memory - PROCESS_BYTES
         unit_tokens = config.unit_tokens or max(_MIN_UNIT_TOKENS, free // 2 // TOKEN_BYTES)
         unit_tokens = min(unit_tokens, max(_MIN_UNIT_TOKENS, tokens.num_tokens // _WANTED_UNITS))
@@ -245,8 +257,8 @@ def plan(config: CountConfig, context: StageContext) -> dict[str, Any]:
     reused = _Reused.open(config, tokens)
     made = CountPlan.make(config, tokens, reused)
     row_bytes = _row_bytes(_choose_coding(config, tokens, made.slice_bits, made.section_bits))
-    sizes = {shard.entry.xxh3_128: shard.num_tokens for _, shard in tokens.shards}
-    largest_unit = max((sum(sizes[shard] for shard in unit) for unit in made.units), default=0)
+    shards = tokens.shards
+    largest_unit = max((sum(shards[name].num_tokens for name in unit) for unit in made.units), default=0)
     work_bytes = int(_ROWS_PER_TOKEN * tokens.num_tokens * (row_bytes - 3))  # most counts take a byte on disk
     free = config.max_memory - PROCESS_BYTES - TOKEN_BYTES * largest_unit
     passes = math.ceil(largest_unit * row_bytes / max(1, free))
@@ -340,25 +352,21 @@ class _Build:
         coding = _choose_coding(self.config, self.tokens, self.plan.slice_bits, self.plan.section_bits)
         if self.plan.num_partitions < _HEAVY_PARTITIONS or self.config.max_fgram_length < 3:
             return coding
-        shards = self.tokens.shards
-        wanted = max(1, round(len(shards) * _SAMPLE_TOKENS / self.tokens.num_tokens))
-        chosen = [shards[len(shards) * i // wanted] for i in range(min(wanted, len(shards)))]
-        unit = self._unit("sample", chosen)
+        names = list(self.tokens.shards)
+        wanted = min(len(names), max(1, round(len(names) * _SAMPLE_TOKENS / self.tokens.num_tokens)))
+        unit = self._unit("sample", [names[len(names) * i // wanted] for i in range(wanted)])
         work = SampleWork(self.tokens.to_count(), self.config.max_fgram_length, 1 / (4 * self.plan.num_partitions))
         (record,) = run_units(self.builder, "sample", [unit], work, self.context, size_unit="tokens")
         return coding.with_heavy([tuple(prefix) for prefix in record.statistics["heavy"]])
 
-    def _unit(self, name: str, shards: Sequence[tuple[int, TokenShard]]) -> Unit:
-        spec = {"shards": [{"tokens": number, "entry": shard.entry.to_dict()} for number, shard in shards]}
-        return Unit(name, spec, sum(shard.num_tokens for _, shard in shards))
+    def _unit(self, unit_id: str, names: Sequence[str]) -> Unit:
+        shards = self.tokens.shards
+        spec = [{"tokens": int(name.partition(":")[0]), "entry": shards[name].entry.to_dict()} for name in names]
+        return Unit(unit_id, {"shards": spec}, sum(shards[name].num_tokens for name in names))
 
     def _map(self, coding: WindowCoding) -> tuple[tuple[CountedUnit, ...], list[UnitRecord]]:
         """The count objects of all units, and the records of those counted here."""
-        shards = {shard.entry.xxh3_128: (number, shard) for number, shard in self.tokens.shards}
-        units = [
-            self._unit(f"{number:05d}", [shards[checksum] for checksum in checksums])
-            for number, checksums in enumerate(self.plan.units)
-        ]
+        units = [self._unit(f"{number:05d}", names) for number, names in enumerate(self.plan.units)]
         builder = self._counts_builder()
         # Compressing takes longer than a local disk, and a network longer than compressing.
         codec: Codec = "none" if builder.folder.is_local else "zstd"
@@ -389,9 +397,10 @@ class _Build:
         builder = self._counts_builder()
         codec = "none" if builder.folder.is_local else "zstd"
         files = [record.files[0] for record in mapped]
+        shards = self.tokens.shards
         units: dict[str, Any] = {
-            entry.path: {"shards": list(shards), "codec": codec}
-            for entry, shards in zip(files, self.plan.units, strict=True)
+            entry.path: {"shards": [shards[name].entry.xxh3_128 for name in names], "codec": codec}
+            for entry, names in zip(files, self.plan.units, strict=True)
         }
         if self.reused:
             for unit in self.reused.units_of(self.tokens)[0]:
@@ -526,15 +535,15 @@ def _row_bytes(coding: WindowCoding) -> int:
     return 8 * coding.num_words + 4
 
 
-def _check_memory(config: CountConfig, tokens: _Input, shards: Sequence[TokenShard]) -> None:
+def _check_memory(config: CountConfig, tokens: _Input, shards: Iterable[TokenShard]) -> None:
     largest = max(shards, key=lambda shard: shard.num_tokens, default=None)
     if largest is None:
         return
     needed = PROCESS_BYTES + TOKEN_BYTES * largest.num_tokens + (64 << 20)
     if needed > config.max_memory:
         raise ConfigError(
-            f"count.max_memory is {format_bytes(config.max_memory)}, the shard {largest.entry.path} of {tokens.name} "
-            f"with {largest.num_tokens:,} tokens needs {format_bytes(needed)}; raise it, or tokenize into smaller shards"
+            f"count.max_memory is {format_bytes(config.max_memory)}; the shard {largest.entry.path} of {tokens.name}, "
+            f"{largest.num_tokens:,} tokens, needs {format_bytes(needed)}; raise it, or tokenize into smaller shards"
         )
 
 
@@ -551,15 +560,15 @@ def _copy(unit: CountedUnit, folder: Folder, path: str) -> FileEntry:
     return entry
 
 
-def _group_shards(shards: Sequence[TokenShard], unit_tokens: int) -> Iterator[tuple[str, ...]]:
+def _group_shards(shards: Mapping[str, TokenShard], unit_tokens: int) -> Iterator[tuple[str, ...]]:
     """Consecutive shards of up to `unit_tokens` together; a larger shard stays whole."""
     group: list[str] = []
     size = 0
-    for shard in shards:
+    for name, shard in shards.items():
         if group and size + shard.num_tokens > unit_tokens:
             yield tuple(group)
             group, size = [], 0
-        group.append(shard.entry.xxh3_128)
+        group.append(name)
         size += shard.num_tokens
     if group:
         yield tuple(group)

@@ -290,3 +290,115 @@ def test_the_plan_tells_units_and_estimates(context: StageContext, documents: li
     assert told["tokens"] == sum(map(len, documents))
     assert (told["units"], told["partitions"], told["bytes_per_window"]) == (4, 3, 12)
     assert not (context.run_folder / "fgrams").exists("")
+
+
+def test_the_plan_follows_the_memory(context: StageContext, documents: list[list[int]]) -> None:
+    write_tokens(context.run_folder / "tokens", [[2, 3]])
+    manifest = (context.run_folder / "tokens").read_json("manifest.json")
+    shards = manifest["statistics"]["shards"]
+    for path in shards:
+        shards[path]["tokens"] = 40_000_000
+    (context.run_folder / "tokens").write_json("manifest.json", manifest)
+    small = plan(CountConfig(max_memory="1GiB"), context)
+    large = plan(CountConfig(max_memory="8GiB"), context)
+    assert small["partitions"] > large["partitions"]
+    assert small["passes_per_map_unit"] > large["passes_per_map_unit"] == 1
+    with pytest.raises(
+        ConfigError, match=r"max_memory is 600 MiB; the shard train/00000\.parquet of .*, 40,000,000 tok"
+    ):
+        plan(CountConfig(max_memory="600MiB"), context)
+    with pytest.raises(ConfigError, match=r"count\.max_memory: Input should be greater than or equal to 536870912"):
+        build_config(CountConfig, {"max_memory": "1MiB"}, "count")
+
+
+def test_many_partitions_sample_heavy_prefixes_and_give_the_same_bytes(
+    context: StageContext, documents: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = replace(context, run_folder=Folder(tmp_path / "plain"))
+    tokens = (context.run_folder / "tokens").uri
+    plain = run(CountConfig(tokens=tokens, min_count=2, num_fgrams=300), other)
+    folder = context.run_folder / "fgrams"
+    folder.write_bytes("ranked", b"")  # stops the build before its work is removed
+    config = CountConfig(min_count=2, num_fgrams=300, num_partitions=40)
+    with pytest.raises(StoreError, match="cannot write"):
+        run(config, context)
+    heavy = folder.read_json("_work/units/sample/sample.json")["statistics"]["heavy"]
+    assert [2, 2] in heavy
+    assert max(map(len, heavy)) > 2
+    assert len(folder.list_files("_work/units/reduce")) == 32  # no more than sections with that few tokens
+    os.unlink(folder.locate("ranked"))
+    assert run(config, context) == plain
+    assert content_of(folder) == content_of(other.run_folder / "fgrams")
+
+
+def test_partitions_that_dropped_selected_ngrams_are_merged_again(
+    context: StageContext, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pipelines.count as stage
+
+    caplog.set_level("INFO")
+    # All but a few of the n-grams of one partition: what it may keep by its share is far too little.
+    rng = np.random.default_rng(0)
+    documents = [[5, 6, *map(int, rng.integers(10, 290, 4))] * 2 for _ in range(3000)]
+    write_tokens(context.run_folder / "tokens", documents, num_shards=2)
+    monkeypatch.setattr(stage, "_QUOTA_ROWS", 0)
+    monkeypatch.setattr(stage, "_QUOTA_MARGIN", 0.01)
+    monkeypatch.setattr("scone.counting.survivors._BUFFER_ROWS", 64)
+    expected = ranking_of(count_ngrams(documents, 5), 2, 5000)
+    with monkeypatch.context() as patched:
+        patched.setattr("pipelines.count.run_units", run_units_here)
+        run(CountConfig(min_count=2, num_fgrams=5000), context)
+    assert "partitions have more of the selected n-grams than expected" in caplog.text
+    assert read_ranking(context.run_folder / "fgrams") == expected
+
+
+def run_units_here(builder: Any, group: str, units: Any, work: Any, *_: Any, **__: Any) -> list[Any]:
+    """The units in this process, where the sizes of buffers can be changed."""
+    return [work(builder.folder, unit) for unit in units]
+
+
+def test_a_count_of_more_text_reuses_the_kept_counts(
+    context: StageContext, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    documents, more = random_documents(), random_documents(30, seed=5)
+    write_tokens(Folder(tmp_path / "old"), documents)
+    write_tokens(Folder(tmp_path / "new"), more, num_shards=2)
+    old, both = str(tmp_path / "old"), (str(tmp_path / "old"), str(tmp_path / "new"))
+    run(CountConfig(tokens=old, min_count=2, keep_counts=True), context)
+    counts = (context.run_folder / "counts").uri
+
+    def count(name: str, **settings: Any) -> Folder:
+        other = replace(context, run_folder=Folder(tmp_path / name))
+        run(CountConfig(tokens=both, min_count=2, num_fgrams=900, **settings), other)
+        return other.run_folder
+
+    scratch = count("scratch")
+    assert read_ranking(scratch / "fgrams") == ranking_of(count_ngrams(documents + more, 5), 2, 900)
+    caplog.clear()
+    reusing = count("reusing", reuse=counts, keep_counts=True)
+    assert "units of " in caplog.text
+    assert "are reused, 2 are new" in caplog.text
+    assert content_of(scratch / "fgrams") == content_of(reusing / "fgrams")
+    caplog.clear()
+    again = count("again", reuse=(reusing / "counts").uri)  # all is known: nothing is scanned
+    assert "are reused, 0 are new" in caplog.text
+    assert content_of(scratch / "fgrams") == content_of(again / "fgrams")
+
+    with pytest.raises(
+        IncompatibleArtifactError, match=r"counted n-grams of up to 5 tokens, count\.max_fgram_length is 4"
+    ):
+        count("other", reuse=counts, max_fgram_length=4)
+    path = Path(Folder(counts).locate(load_manifest(Folder(counts)).files[0].path))
+    path.write_bytes(b"\0" * path.stat().st_size)
+    with pytest.raises(CorruptArtifactError, match=r"section 0 has another checksum|its directory is not that"):
+        count("damaged", reuse=counts)
+
+
+def test_tokens_of_several_tokenizers_are_refused(context: StageContext, tmp_path: Path) -> None:
+    write_tokens(Folder(tmp_path / "one"), [[2, 3]])
+    write_tokens(Folder(tmp_path / "two"), [[2, 3]])
+    manifest = Folder(tmp_path / "two").read_json("manifest.json")
+    Folder(tmp_path / "two").write_json("manifest.json", manifest | {"tokenizer_fingerprint": "b" * 64})
+    with pytest.raises(IncompatibleArtifactError, match="was made with tokenizer bbbbbbbbbbbb, .* with aaaaaaaaaaaa"):
+        run(CountConfig(tokens=(str(tmp_path / "one"), str(tmp_path / "two"))), context)
