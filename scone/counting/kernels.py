@@ -454,7 +454,7 @@ def merge_slices(
     `out_rows` gets the rows of each slice. Steps in both inputs are computed, not branched on: which key is the
     smaller one cannot be predicted.
     """
-    is_wide = len(a_high) > 0
+    is_wide = len(out_high) > 0
     out = U(0)
     for part in range(len(out_rows)):
         first = out

@@ -108,7 +108,7 @@ def _merge(first: _Group, second: _Group) -> _Group:
     a, b = first.windows, second.windows
     occurrences = first.occurrences + second.occurrences
     size = len(a) + len(b)
-    high = np.empty(size if len(a.high) else 0, np.uint64)
+    high = np.empty(size if len(a.high) or len(b.high) else 0, np.uint64)
     low = np.empty(size, np.uint64)
     counts = np.empty(size, np.uint32 if occurrences <= _MAX_UINT32 else np.uint64)
     slice_rows = np.empty(len(a.slice_rows), np.int64)
